@@ -1,0 +1,159 @@
+"""Files: the one atomic write, JSON, zstd and hashes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+import zstandard
+
+from .errors import UserError
+
+CHUNK_BYTES = 1 << 20
+
+
+@contextlib.contextmanager
+def atomic_writer(path: Path | str, *, fsync: bool = True, mode: int = 0o644) -> Iterator[IO[bytes]]:
+    """Open a binary file that replaces `path` only when the block ends without an error.
+
+    The temporary name is unique per process and lies beside the target, so that the rename cannot
+    cross file systems; what was at `path` stays untouched until then.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as handle:
+            yield handle
+            handle.flush()
+            if fsync:
+                os.fsync(handle.fileno())
+        os.chmod(name, mode)
+        os.replace(name, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+    if fsync:
+        fsync_folder(target.parent)
+
+
+def write_bytes(path: Path | str, data: bytes, *, fsync: bool = True, mode: int = 0o644) -> None:
+    """Write `data` to `path` atomically."""
+    with atomic_writer(path, fsync=fsync, mode=mode) as handle:
+        handle.write(data)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make a rename in `folder` survive a power loss; file systems that cannot are left alone."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_json(path: Path | str, value: Any, *, fsync: bool = True, indent: bool = True) -> None:
+    """Write `value` as JSON to `path` atomically."""
+    options = orjson.OPT_APPEND_NEWLINE | (orjson.OPT_INDENT_2 if indent else 0)
+    write_bytes(path, orjson.dumps(value, option=options), fsync=fsync)
+
+
+def read_json(path: Path | str) -> Any:
+    """Read a JSON file that Shardmill wrote.
+
+    Raises:
+        UserError: if the file holds no JSON.
+        OSError: if it cannot be read.
+    """
+    try:
+        return orjson.loads(Path(path).read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise UserError(f"not valid JSON ({error})", where=str(path), hint="remove it and run again") from None
+
+
+def read_json_or_none(path: Path | str) -> Any | None:
+    """Read a JSON file that may be missing, or half written by something that died: then None."""
+    try:
+        return orjson.loads(Path(path).read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return None
+
+
+def canonical_json(value: Any) -> bytes:
+    """The same bytes for equal values, whatever the order of their keys; what fingerprints hash."""
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+
+
+def sha256_hex(data: bytes) -> str:
+    """SHA-256 of `data` as 64 hex digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: Path | str) -> str:
+    """SHA-256 of a file's content as 64 hex digits, read in chunks."""
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def zstd_writer(path: Path | str, *, level: int = 3, threads: int = 0) -> Iterator[IO[bytes]]:
+    """An atomic writer whose content is one zstd frame with a checksum. `threads=-1` uses all cores."""
+    compressor = zstandard.ZstdCompressor(level=level, threads=threads, write_checksum=True)
+    with atomic_writer(path) as handle, compressor.stream_writer(handle, closefd=False) as stream:
+        yield stream
+
+
+def iter_zstd_chunks(path: Path | str) -> Iterator[bytes]:
+    """Decompressed content of a zstd file of one or more frames, in bounded chunks.
+
+    Raises:
+        UserError: if the file is truncated, damaged or no zstd file. (python-zstandard's own stream
+            reader takes a truncated frame for a short one, so the end of each frame is checked here.)
+    """
+    hint = "remove it and run again to have it made anew"
+    decompressor = zstandard.ZstdDecompressor()
+    frame = decompressor.decompressobj()
+    started = False
+    try:
+        with open(path, "rb") as handle:
+            while data := handle.read(CHUNK_BYTES):
+                while data:
+                    if frame.eof:
+                        frame = decompressor.decompressobj()
+                    started = True
+                    if out := frame.decompress(data):
+                        yield out
+                    data = frame.unused_data if frame.eof else b""
+    except zstandard.ZstdError as error:
+        raise UserError(f"damaged zstd file ({error})", where=str(path), hint=hint) from None
+    if not started or not frame.eof:
+        raise UserError("truncated zstd file", where=str(path), hint=hint)
+
+
+def iter_zstd_lines(path: Path | str) -> Iterator[bytes]:
+    r"""Lines of a zstd file of JSON lines, without their b"\n"; never split at anything but b"\n"."""
+    return iter_lines(iter_zstd_chunks(path))
+
+
+def iter_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    r"""Lines of a stream of chunks without their b"\n", in bounded memory however it is chunked."""
+    pending: list[bytes] = []
+    for chunk in chunks:
+        *complete, rest = chunk.split(b"\n")
+        if complete:
+            pending.append(complete[0])
+            yield b"".join(pending)
+            yield from complete[1:]
+            pending = [rest]
+        else:
+            pending.append(rest)
+    if last := b"".join(pending):
+        yield last

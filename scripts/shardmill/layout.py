@@ -1,0 +1,124 @@
+"""Where everything of a run lies. The one place that knows the names of files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def slug(text: str, *, length: int = 40) -> str:
+    """`text` as a safe, readable part of a file name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:length] or "x"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Paths of one run, relative to the working directory, as Snakemake wants them.
+
+    Args:
+        results: folder of all runs (`run.results`).
+        run: name of this run (`run.name`).
+    """
+
+    results: str
+    run: str
+
+    @property
+    def root(self) -> Path:
+        return Path(self.results) / self.run
+
+    # The run itself
+    @property
+    def lock(self) -> Path:
+        """Held by the live owner of the run; says who that is."""
+        return self.root / "run.lock"
+
+    @property
+    def contract(self) -> Path:
+        """The settings that decide the answers, as locked by the first start."""
+        return self.root / "run.json"
+
+    @property
+    def api_key(self) -> Path:
+        return self.root / "servers" / "api_key"
+
+    # Prompts
+    @property
+    def prompt_index(self) -> Path:
+        return self.root / "prompts" / "index.json"
+
+    @property
+    def prompt_rejects(self) -> Path:
+        return self.root / "prompts" / "rejected.jsonl"
+
+    def prompt_shard(self, shard: str) -> Path:
+        return self.root / "prompts" / "shards" / f"{shard}.jsonl.zst"
+
+    # Model
+    @property
+    def model_manifest(self) -> Path:
+        return self.root / "model" / "manifest.json"
+
+    @property
+    def model_store(self) -> Path:
+        """Downloads of all runs, so that a second run of the same model downloads nothing."""
+        return Path(self.results) / ".models"
+
+    # Servers
+    def ready(self, server: str) -> Path:
+        return self.root / "servers" / f"{server}.ready"
+
+    def server_status(self, server: str) -> Path:
+        return self.root / "servers" / f"{server}.status.json"
+
+    def server_spec(self, server: str) -> Path:
+        return self.root / "servers" / f"{server}.spec.json"
+
+    def server_log(self, server: str) -> Path:
+        return self.root / "logs" / "servers" / f"{server}.engine.log"
+
+    def supervisor_log(self, server: str) -> Path:
+        return self.root / "logs" / "servers" / f"{server}.supervisor.log"
+
+    @property
+    def ledger(self) -> Path:
+        """Shared in-flight counters of the jobs on this machine: node-local, so its locks hold."""
+        key = hashlib.sha256(os.path.abspath(self.root).encode()).hexdigest()[:12]
+        return Path(tempfile.gettempdir()) / f"shardmill-{os.getuid()}-{slug(self.run, length=20)}-{key}.ledger"
+
+    # Shards
+    def journal(self, shard: str) -> Path:
+        return self.root / "journals" / f"{shard}.jsonl"
+
+    def progress(self, shard: str) -> Path:
+        return self.root / "progress" / f"{shard}.json"
+
+    def completions(self, shard: str) -> Path:
+        return self.root / "completions" / f"{shard}.jsonl.zst"
+
+    def rejects(self, shard: str) -> Path:
+        return self.root / "rejected" / f"{shard}.jsonl.zst"
+
+    def stats(self, shard: str) -> Path:
+        return self.root / "stats" / f"{shard}.json"
+
+    # Result
+    @property
+    def dataset(self) -> Path:
+        return self.root / "dataset" / "completions.jsonl.zst"
+
+    @property
+    def dataset_rejects(self) -> Path:
+        return self.root / "dataset" / "rejected.jsonl.zst"
+
+    @property
+    def manifest(self) -> Path:
+        return self.root / "dataset" / "manifest.json"
+
+    def log(self, *parts: str) -> Path:
+        """A rule's log path mirrors its output path."""
+        return self.root.joinpath("logs", *parts)

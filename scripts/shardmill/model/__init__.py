@@ -1,0 +1,1 @@
+"""Getting the model, and staging it on the RAM disk."""

@@ -1,0 +1,1 @@
+"""Reading prompts and cutting them into shards."""
