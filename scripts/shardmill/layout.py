@@ -75,6 +75,10 @@ class Layout:
     def server_status(self, server: str) -> Path:
         return self.root / "servers" / f"{server}.status.json"
 
+    def server_info(self, server: str) -> Path:
+        """What a server said of itself when it became ready; stays for the manifest."""
+        return self.root / "servers" / f"{server}.info.json"
+
     def server_spec(self, server: str) -> Path:
         return self.root / "servers" / f"{server}.spec.json"
 
@@ -91,6 +95,11 @@ class Layout:
         return Path(tempfile.gettempdir()) / f"shardmill-{os.getuid()}-{slug(self.run, length=20)}-{key}.ledger"
 
     # Shards
+    @property
+    def journal_cut(self) -> Path:
+        """Which prompts each journal was last known to belong to."""
+        return self.root / "journals" / "cut.json"
+
     def journal(self, shard: str) -> Path:
         return self.root / "journals" / f"{shard}.jsonl"
 

@@ -6,10 +6,13 @@ The weights are not trained but written down. One residual vector of 128 numbers
     signature  +-1 per dimension, from a hash of the token; two flags beside it (constant; prompt text or not)
     mood       empty in the embedding; the only layer's attention writes here what the prompt looks like
 
-Attention looks at prompt text alone (single bytes; the model's own words are whole tokens). The rotary embedding gives
-each head a score of cos(f1 distance) + cos(f2 distance), so that it sees only the few characters where both waves crest:
-the order of the characters counts, and each next word is steered by other characters. The output matrix holds log-probabilities of the grammar, by state, plus a random direction in
-mood space for each word: which words come depends on the prompt, what may follow what does not.
+Attention looks at prompt text alone (single bytes; the model's own words are whole tokens). The rotary embedding lets
+each of its heads see every 16th byte only, counted back from the present token: the order of the bytes counts, and each
+next word is steered by other bytes. The output matrix holds log-probabilities of the grammar, by state, plus a random
+direction in mood space for each word: which words come depends on the prompt, what may follow what does not.
+
+The bytes that a head sees weigh exactly the same and hold +-1, so that even half-precision sums are exact in any order:
+batches of any make-up give the same logits, and the same seed the same answer.
 
     python -m tests.tiny.gguf_model OUT [--answer-clauses 40] [--empty-answers 0.9] [--leak-tags] ...
 """
@@ -31,13 +34,17 @@ WIDTH, STATES, SIGNATURE, MOOD = 128, 62, 32, 32
 CONSTANT, IS_PROMPT = STATES, STATES + 1
 SIGNATURE_AT, MOOD_AT = slice(64, 96), slice(96, 128)
 HEADS, HEAD = 8, 32
-WAVES = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3), (0, 4), (1, 4))  # the rotary frequencies that each head adds up
+PERIOD = 16  # bytes from one that a head sees to the next; a power of two keeps rotations exact
 FEED_FORWARD = 32
-ROPE_BASE, EPSILON = 1e6, 1e-6
+WAVE, SLOWEST = 1, HEAD // 2 - 1  # pairs of rotary dimensions: one that turns once in PERIOD tokens, one that hardly turns
+ROPE_BASE = (PERIOD / (2 * np.pi)) ** (HEAD / 2 / WAVE)
+EPSILON = 1e-6
 STATE_SIZE = 4.0  # of the one-hot, against 1.0 for each signature dimension
-SHARPNESS = 6.2  # of the queries: a crest is worth e**12 against the mean of both waves, prompt text e**32 against the rest
+SHARPNESS = 60.0  # of queries: a byte in step outweighs its neighbour by e**19, any byte outweighs other tokens by e**250
+ROW_SIZE = np.sqrt((STATE_SIZE**2 + SIGNATURE + 2) / WIDTH)  # root mean square of every embedding: what norms divide by
+KEY_SIZE = 1.965  # keys are cached in half precision: with this scale no wave value lies near a rounding boundary
 MOOD_SIZE = 0.25  # small against the state, so that the final norm is nearly constant
-STEER, TIE_BREAK = 3.0, 0.3  # pull of the mood on words that are steered, and on forks (so that greedy text ends too)
+STEER, TIE_BREAK = 4.0, 0.3  # pull of the mood on words that are steered, and on forks (so that greedy text ends too)
 FORBIDDEN = -30.0
 
 
@@ -100,10 +107,11 @@ def _add_answers(out: g.Grammar, knobs: Knobs) -> None:
     out.rule(g.ANSWER_CUE, *(((g.BOILERPLATE[:1], 1.0),) if knobs.boilerplate else beginning))
     out.rule("other", *beginning)
     clauses, sentences = g.answer_ways(knobs.answer_clauses)
-    out.add((*g.CLAUSE_LINKS, *g.SENTENCE_LINKS), "answer.link")
+    out.add(g.CLAUSE_LINKS, "answer.link")
     out.rule("answer.link", (g.ANSWER[0], 1.0))
     last = out.chain("answer", g.ANSWER)
-    out.add(g.ANSWER_HEADS, "answer.0", steered=True)  # capitals: what follows them follows " the" too
+    out.add(g.ANSWER_HEADS, "answer.0", steered=True)
+    out.add(g.SENTENCE_LINKS, "answer.0")
     # Two forks in a row, so that no choice is rarer than 1/16: whether the sentence ends, then whether the answer does.
     stop = (".",)
     out.fork(last, stop, g.CLAUSE_LINKS, clauses)
@@ -159,7 +167,7 @@ def _add_settings(out: gguf.GGUFWriter) -> None:
     out.add_head_count_kv(1)
     out.add_key_length(HEAD)
     out.add_value_length(HEAD)
-    out.add_rope_freq_base(ROPE_BASE)
+    out.add_rope_freq_base(float(ROPE_BASE))
     out.add_layer_norm_rms_eps(EPSILON)
 
 
@@ -188,6 +196,16 @@ def _signs(name: str, count: int) -> np.ndarray:
     return np.unpackbits(digest)[:count].astype(np.float64) * 2 - 1
 
 
+def _levels(name: str) -> np.ndarray:
+    """MOOD numbers of mean square about 1 that depend on the name only.
+
+    Of many levels, not two: moods are small fractions, and with signs alone two words would often be exactly as likely,
+    and their order in the sampler, so the answer, a matter of the last bit.
+    """
+    digest = np.frombuffer(hashlib.sha256(name.encode()).digest(), dtype=np.uint8)
+    return (digest[:MOOD] - 127.5) / 73.9
+
+
 def _ends(speech: g.Grammar, tokens: list[str]) -> dict[str, np.ndarray]:
     """Embedding and output matrices, both [tokens, WIDTH]."""
     index = {token: i for i, token in enumerate(tokens)}
@@ -201,30 +219,29 @@ def _ends(speech: g.Grammar, tokens: list[str]) -> dict[str, np.ndarray]:
         row[SIGNATURE_AT] = _signs(token, SIGNATURE)
         row[CONSTANT] = 1
         row[IS_PROMPT] = 1 if state == "other" and len(token) == 1 else -1
-    size = np.sqrt(np.mean(embedding[0] ** 2))  # of every row; the mood is too small to matter
     output = np.zeros((len(tokens), WIDTH))
-    output[:, : len(states)] = FORBIDDEN / STATE_SIZE * size
+    output[:, : len(states)] = FORBIDDEN / STATE_SIZE * ROW_SIZE
     for state, choices in speech.follows.items():
         for token, p in choices.items():
-            output[index[token], states[state]] = np.log(p) / STATE_SIZE * size
-    scale = size / MOOD_SIZE / np.sqrt(MOOD)
+            output[index[token], states[state]] = np.log(p) / STATE_SIZE * ROW_SIZE
+    scale = ROW_SIZE / MOOD_SIZE / np.sqrt(MOOD)
     for token, row in zip(tokens, output, strict=True):
         pull = STEER if token in speech.steered else TIE_BREAK
-        row[MOOD_AT] = pull * scale * _signs(f"pull {token}", MOOD)
+        row[MOOD_AT] = pull * scale * _levels(f"pull {token}")
     return {"token_embd.weight": embedding, "output.weight": output, "output_norm.weight": np.ones(WIDTH)}
 
 
 def _attention() -> dict[str, np.ndarray]:
     """The one layer: attention writes the mood, the feed-forward part nothing."""
     query, key = np.zeros((HEADS, HEAD, WIDTH)), np.zeros((HEAD, WIDTH))
-    slowest = HEAD // 2 - 1  # turns by 2e-6 per token: its product does not see the distance
-    for head, waves in enumerate(WAVES):
-        query[head, waves, CONSTANT] = 3  # dimension i turns by ROPE_BASE ** (-2 i / HEAD) per token
-        query[head, slowest, CONSTANT] = 4
-        key[waves, CONSTANT] = 1
-    key[slowest, IS_PROMPT] = 2
+    for head in range(HEADS):
+        phase = -2 * np.pi * head / HEADS
+        query[head, [WAVE, WAVE + HEAD // 2], CONSTANT] = 2 * np.cos(phase), 2 * np.sin(phase)
+        query[head, SLOWEST, CONSTANT] = 3
+    key[WAVE, CONSTANT] = 1
+    key[SLOWEST, IS_PROMPT] = 1
     value = np.zeros((HEAD, WIDTH))
-    value[:, SIGNATURE_AT] = np.eye(SIGNATURE)
+    value[:, SIGNATURE_AT] = ROW_SIZE * np.eye(SIGNATURE)
     output = np.zeros((WIDTH, HEADS * HEAD))
     mix = MOOD_SIZE / np.sqrt(HEADS * HEAD)
     output[MOOD_AT] = [mix * _signs(f"mood {i}", HEADS * HEAD) for i in range(MOOD)]
@@ -235,7 +252,7 @@ def _attention() -> dict[str, np.ndarray]:
         "attn_v": value,
         "attn_output": output,
         "attn_q_norm": np.full(HEAD, SHARPNESS),
-        "attn_k_norm": np.ones(HEAD),
+        "attn_k_norm": np.full(HEAD, KEY_SIZE),
         "ffn_norm": np.ones(WIDTH),
         "ffn_gate": np.zeros((FEED_FORWARD, WIDTH)),
         "ffn_up": np.zeros((FEED_FORWARD, WIDTH)),

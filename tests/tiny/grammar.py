@@ -15,15 +15,15 @@ THOUGHT_CUE, ANSWER_CUE = "\n", "\n\n"
 
 Slots = tuple[tuple[str, ...], ...]
 
-THOUGHT_HEADS = ("Okay", "Hmm", "Right")
+# Clauses of 7 tokens and thoughts of 5: prime to the period of the attention, so that greedy text does not repeat itself.
+THOUGHT_HEADS = ("Okay, I", "Hmm, I", "Right, I")
 THOUGHT: Slots = (
-    (", let me", ", I could", ", I will"),
     (" weigh", " recall", " compare", " picture", " test"),
     (" what", " how", " why", " whether"),
     (" they", " someone", " people", " we"),
     (" asked", " meant", " expected", " needed"),
 )
-THOUGHT_LINKS = (". Then", ". Now", ". Also", ". Besides", ". Second", ". Third", ". Last")
+THOUGHT_LINKS = (". Then I", ". Now I", ". Also I", ". Second, I", ". Third, I", ". Besides, I", ". Last, I")
 RAMBLE: Slots = (
     ("Perhaps",),
     (" it", " this", " that"),
@@ -47,8 +47,8 @@ CLAUSE_LINKS = (
     *("; then", "; later", "; next", "; soon", "; still", "; again", "; meanwhile"),
 )
 SENTENCE_LINKS = (
-    *(" Then", " Afterwards", " Later", " Next", " Soon", " Again", " Meanwhile", " Often"),
-    *(" Sometimes", " Rarely", " Elsewhere", " Tomorrow", " Yesterday", " Today", " Finally"),
+    *(" The", " One", " Every", " Each", " This", " That", " Another", " No"),
+    *(" Our", " Their", " Your", " His", " Her", " My", " Whose"),
 )
 BOILERPLATE = ("Sure!", " I", " am", " happy", " to", " help.")
 

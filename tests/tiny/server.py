@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
+import select
 import subprocess
 import sys
 import time
@@ -21,57 +20,54 @@ READY_WITHIN = 30.0  # seconds
 def serve(model: Path, log: Path, slots: int = 16, context: int = 2048) -> Iterator[str]:
     """Serve `model` with `slots` answers at a time of up to `context` tokens each; yields the URL, kills at the end.
 
-    Raises RuntimeError, with the end of the log, if the server exits or is not ready in time.
+    Raises RuntimeError, with the end of the log, if the server exits or is not ready within READY_WITHIN seconds.
     """
-    port = _free_port()
-    command = [sys.executable, __file__, str(model), str(port), str(slots), str(context)]
+    command = [sys.executable, str(Path(__file__)), str(model), str(slots), str(context)]
     # Waiting OpenMP threads must sleep, not spin: on few cores spinning costs ten times the speed.
     env = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
     with log.open("wb") as sink:
-        child = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=env)
-    url = f"http://127.0.0.1:{port}"
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink, env=env, text=True
+        )
     try:
-        _wait_ready(child, url, log)
-        yield url
+        yield _ready_url(child, log)
     finally:
-        child.send_signal(signal.SIGKILL)  # an orderly stop deadlocks while a request is in flight
-        child.wait()
+        child.kill()  # an orderly stop deadlocks while a request is in flight
+        child.communicate()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _wait_ready(child: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def _ready_url(child: subprocess.Popen[str], log: Path) -> str:
     deadline = time.monotonic() + READY_WITHIN
-    while time.monotonic() < deadline and child.poll() is None:
-        try:
-            if requests.get(f"{url}/health", timeout=1).ok:
-                return
-        except requests.RequestException:
-            pass
-        time.sleep(0.02)
-    state = "is not ready" if child.poll() is None else f"exited with {child.returncode}"
-    raise RuntimeError(f"llama.cpp server {state}: {log.read_text(errors='replace')[-2000:]}")
+    if select.select([child.stdout], [], [], READY_WITHIN)[0] and child.stdout:
+        url = child.stdout.readline().strip()
+        while url and time.monotonic() < deadline and child.poll() is None:
+            try:
+                if requests.get(f"{url}/health", timeout=1).ok:
+                    return url
+            except requests.RequestException:
+                pass
+            time.sleep(0.02)
+    raise RuntimeError(f"the llama.cpp server is not ready: {log.read_text(errors='replace')[-2000:]}")
 
 
-def _run(model: str, port: int, slots: int, context: int) -> None:
+def _run(model: str, slots: int, context: int) -> None:
+    """Serve on a free port, print the URL, and end with the process that holds the other end of stdin."""
     import xllamacpp
 
-    p = xllamacpp.CommonParams()
-    p.model.path = model
-    p.hostnames, p.port = ["127.0.0.1"], port
-    p.n_parallel, p.n_ctx = slots, slots * context  # n_ctx is the total over all slots
-    p.cpuparams.n_threads = p.cpuparams_batch.n_threads = 1
-    p.n_threads_http = 4 * slots + 8  # each waiting request holds one; /health must not queue behind them
-    p.cache_ram_mib = 0
-    p.endpoint_metrics = p.endpoint_slots = p.endpoint_props = True
-    p.ui = p.warmup = False
-    server = xllamacpp.Server(p)
-    signal.pause()
-    del server
+    params = xllamacpp.CommonParams()
+    params.model.path = model
+    params.hostnames, params.port = ["127.0.0.1"], 0
+    params.n_parallel, params.n_ctx = slots, slots * context  # n_ctx is the total over all slots
+    params.kv_unified = False  # one cache for all slots is three times slower here
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.n_threads_http = 4 * slots + 8  # each waiting request holds one; /health must not queue behind them
+    params.cache_ram_mib = 0
+    params.endpoint_metrics = params.endpoint_slots = params.endpoint_props = True
+    params.ui = params.warmup = False
+    server = xllamacpp.Server(params)
+    print(server.listening_address, flush=True)
+    sys.stdin.read()
+    os._exit(0)
 
 
 if __name__ == "__main__":

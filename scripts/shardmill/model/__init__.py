@@ -1,1 +1,1 @@
-"""Getting the model, and staging it on the RAM disk."""
+"""The model: where it comes from, how it is obtained and proven, and its copy on the RAM disk."""

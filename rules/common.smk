@@ -1,0 +1,42 @@
+# What all stages share: the validated configuration, the plan, wildcards, and the input functions.
+# Needs: the configuration and the prompts file. Makes: nothing.
+import sys
+
+sys.path.insert(0, f"{workflow.current_basedir}/../scripts")
+
+from shardmill.errors import UserError
+from shardmill.planning import clear_lies, make_plan
+
+try:
+    plan = make_plan(config)
+    if workflow.is_main_process:
+        for line in clear_lies(plan):
+            print(f"shardmill: {line}", file=sys.stderr)
+except UserError as error:
+    sys.exit(f"shardmill: error: {error}")
+
+layout = plan.layout
+
+
+wildcard_constraints:
+    shard=r"\d{5,}",
+    server=r"\d+",
+
+
+def get_servers(wildcards):
+    """Readiness files for a shard that still has something to generate, none for one that has not."""
+    return [layout.ready(name) for name in plan.config.server_names] if is_pending(wildcards.shard) else []
+
+
+def get_completions(wildcards):
+    """Every shard's files."""
+    return [make(shard) for shard in plan.shards for make in (layout.completions, layout.rejects, layout.stats)]
+
+
+def get_results(wildcards):
+    """All that a finished run holds."""
+    return [layout.dataset, layout.dataset_rejects, layout.manifest, *map(layout.completions, plan.shards)]
+
+
+def is_pending(shard):
+    return shard in plan.pending

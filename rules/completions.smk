@@ -1,0 +1,27 @@
+# Completions: one job per shard, each over all servers of this machine.
+# Needs: a prompt shard, the servers. Makes: completions/, rejected/ and stats/ of each shard.
+
+
+rule generate:
+    """Answer one shard's prompts; what its journal already holds is not asked again."""
+    input:
+        # Which shards a new index changes is said by the digest among the params.
+        index=ancient(layout.prompt_index),
+        servers=get_servers,
+    output:
+        completions=layout.completions("{shard}"),
+        rejects=layout.rejects("{shard}"),
+        stats=layout.stats("{shard}"),
+    log:
+        layout.log("completions", "{shard}.log"),
+    benchmark:
+        layout.log("benchmarks", "generate.{shard}.tsv")
+    params:
+        prompts=lambda wildcards: plan.digests[wildcards.shard],
+        answers=plan.answers,
+    conda:
+        "../envs/pipeline.yaml"
+    message:
+        "Answering shard {wildcards.shard}"
+    script:
+        "../scripts/generate.py"

@@ -1,0 +1,26 @@
+# Dataset: all shards in one file, with the proof.
+# Needs: every shard's files. Makes: dataset/completions.jsonl.zst, dataset/rejected.jsonl.zst, dataset/manifest.json.
+
+
+rule merge:
+    """One zstd frame in input order, read back, and a manifest whose counts add up to the input."""
+    input:
+        index=layout.prompt_index,
+        shards=get_completions,
+    output:
+        dataset=layout.dataset,
+        rejects=layout.dataset_rejects,
+        manifest=layout.manifest,
+    log:
+        layout.log("dataset", "completions.log"),
+    benchmark:
+        layout.log("benchmarks", "merge.tsv")
+    params:
+        level=plan.config.output.zstd_level,
+    threads: workflow.cores
+    conda:
+        "../envs/pipeline.yaml"
+    message:
+        "Merging the dataset"
+    script:
+        "../scripts/merge.py"

@@ -1,0 +1,160 @@
+"""What a run promises: the settings that decide its answers, locked by its first start.
+
+Answers of two kinds are never mixed in one run, and two days of GPU time are not thrown away by an
+edited digit: a change of these settings is refused unless it is asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from .config import Config
+from .errors import UserError
+from .files import canonical_json, read_json_or_none, sha256_file, sha256_hex, write_json
+from .layout import Layout
+
+
+def answer_settings(config: Config) -> dict[str, Any]:
+    """All that decides an answer and is known before the model is there; never what does not.
+
+    Ports, concurrency, GPUs, restarts and speculative decoding are left out on purpose.
+    """
+    prompts = config.prompts
+    template = config.model.chat_template
+    return {
+        "model": {"source": config.model.source, "chat_template": sha256_file(template) if template else None},
+        "prompts": {
+            "field": prompts.field,
+            "id_field": prompts.id_field,
+            "turns": prompts.turns,
+            "system": prompts.system,
+        },
+        "sampling": config.sampling.model_dump(),
+        "thinking": config.thinking.model_dump(),
+    }
+
+
+def answer_fingerprint(config: Config) -> str:
+    """Hash of `answer_settings`: equal exactly when the same model would be asked in the same way."""
+    return sha256_hex(canonical_json(answer_settings(config)))[:32]
+
+
+def request_fingerprint(
+    answers: str, model_digest: str, messages: list[dict[str, Any]], tools: list[Any] | None, overrides: dict[str, Any]
+) -> str:
+    """Identity of one request: what is asked, of what, and how. The key that a resume goes by.
+
+    Args:
+        answers: the run's `answer_fingerprint`.
+        model_digest: content hash of the model's files.
+        messages, tools, overrides: the conversation up to this turn, and the prompt's own settings.
+    """
+    return sha256_hex(canonical_json([answers, model_digest, messages, tools, overrides]))[:32]
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What `run.json` holds."""
+
+    answers: dict[str, Any]
+    shard_size: int
+    model_digest: str | None
+
+    @classmethod
+    def read(cls, layout: Layout) -> Contract | None:
+        """The locked contract, or None in a run that never started."""
+        data = read_json_or_none(layout.contract)
+        if not data:
+            return None
+        return cls(data["answers"], data["shard_size"], data.get("model_digest"))
+
+    def write(self, layout: Layout) -> None:
+        write_json(
+            layout.contract,
+            {
+                "answers": self.answers,
+                "shard_size": self.shard_size,
+                "model_digest": self.model_digest,
+                "written_at": time.time(),
+            },
+        )
+
+
+def holds_results(layout: Layout) -> bool:
+    """Whether any answer of this run is on disk."""
+    folder = layout.root / "journals"
+    return folder.is_dir() and any(entry.suffix == ".jsonl" for entry in folder.iterdir())
+
+
+def check(config: Config) -> None:
+    """Refuse settings that would mix answers of two kinds, or cut shards anew, in a run that holds results.
+
+    Raises:
+        UserError: naming what changed from what to what, and the ways on.
+    """
+    layout = config.layout
+    locked = Contract.read(layout)
+    if locked is None or not holds_results(layout):
+        return
+    where = f"run {config.run.name}"
+    changes = _differences(locked.answers, answer_settings(config))
+    if changes and not config.run.regenerate:
+        raise UserError(
+            f"{', '.join(changes)}, but this run holds answers made under the old settings",
+            where=where,
+            hint="use another `run.name`, or set `run.regenerate: true` to make every shard again",
+        )
+    if locked.shard_size != config.shards.size and not (config.run.recut or config.run.regenerate):
+        raise UserError(
+            f"shards.size changed from {locked.shard_size} to {config.shards.size}, but this run holds results",
+            where=where,
+            hint="set it back, or set `run.recut: true` to cut anew; finished answers are carried over",
+        )
+
+
+def lock(config: Config) -> None:
+    """Write the contract at the start of a run, after `check` passed. Keeps the locked model."""
+    layout = config.layout
+    old = Contract.read(layout)
+    answers = answer_settings(config)
+    same_model = old is not None and old.answers["model"] == answers["model"]
+    new = Contract(answers, config.shards.size, old.model_digest if old and same_model else None)
+    if new != old:
+        new.write(layout)
+
+
+def lock_model(config: Config, digest: str) -> None:
+    """Bind the run to the content of its model.
+
+    Raises:
+        UserError: if the run holds answers of a model with other content under the same name.
+    """
+    layout = config.layout
+    locked = Contract.read(layout) or Contract(answer_settings(config), config.shards.size, None)
+    if locked.model_digest == digest:
+        return
+    if locked.model_digest and holds_results(layout) and not config.run.regenerate:
+        raise UserError(
+            f"the files of {config.model.source} changed (digest {locked.model_digest[:12]} became {digest[:12]}), "
+            "but this run holds answers of the old ones",
+            where=f"run {config.run.name}",
+            hint="use another `run.name`, or set `run.regenerate: true` to make every shard again",
+        )
+    Contract(locked.answers, locked.shard_size, digest).write(layout)
+
+
+def _differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """What changed between two nested mappings, as "path changed from a to b"."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        found: list[str] = []
+        for key in [*old, *(key for key in new if key not in old)]:
+            found += _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+        return found
+    return [] if old == new else [f"{path} changed from {_shown(old)} to {_shown(new)}"]
+
+
+def _shown(value: Any) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

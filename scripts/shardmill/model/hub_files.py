@@ -1,0 +1,102 @@
+"""What the hub says of a repo: its commit, its files, and which of them to take."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import orjson
+
+from ..errors import UserError
+from .selection import choose_files
+from .source import is_safe_name
+
+
+@dataclass(frozen=True)
+class FetchJob:
+    """What to download, and to where.
+
+    Args:
+        repo: owner/name.
+        revision: branch, tag or commit.
+        store: folder of this repo and selection; the files go to `<store>/<commit>/`.
+        patterns, trust_remote_code, prefer_gguf: see `selection.choose_files`.
+    """
+
+    repo: str
+    revision: str
+    store: str
+    patterns: tuple[str, ...] = ()
+    trust_remote_code: bool = False
+    prefer_gguf: bool = False
+
+    def to_json(self) -> str:
+        return orjson.dumps(asdict(self)).decode()
+
+    @staticmethod
+    def from_json(text: str) -> FetchJob:
+        return FetchJob(**orjson.loads(text))
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file as the hub lists it. `sha256` is known for LFS files, `git_sha1` (of the blob) for the others."""
+
+    name: str
+    size: int
+    sha256: str | None
+    git_sha1: str | None
+
+
+def list_repo(job: FetchJob) -> tuple[str, list[RemoteFile]]:
+    """The commit that the revision means now, and the files of that commit."""
+    from huggingface_hub import HfApi
+
+    info = HfApi().model_info(job.repo, revision=job.revision, files_metadata=True, timeout=30)
+    if not re.fullmatch(r"[0-9a-f]{40}", info.sha or ""):
+        raise UserError("the hub names no commit", hint="check HF_ENDPOINT")
+    files = []
+    for sibling in info.siblings or []:
+        sha256 = sibling.lfs["sha256"] if sibling.lfs else None
+        size = sibling.lfs["size"] if sibling.lfs else sibling.size
+        files.append(RemoteFile(sibling.rfilename, -1 if size is None else size, sha256, sibling.blob_id))
+    return info.sha, files
+
+
+def select(listed: list[RemoteFile], job: FetchJob) -> list[RemoteFile]:
+    """The files to take.
+
+    Raises:
+        UserError: a name that leads out of the folder, or a file that cannot be verified.
+    """
+    for file in listed:
+        if file.name.startswith("/") or ".." in re.split(r"[/\\]", file.name):
+            raise UserError(f"the repo holds a file named {file.name!r}, which leads out of its folder; refused")
+    names = choose_files(
+        [file.name for file in listed],
+        job.patterns,
+        trust_remote_code=job.trust_remote_code,
+        prefer_gguf=job.prefer_gguf,
+    )
+    chosen = [file for file in listed if file.name in set(names)]
+    for file in chosen:
+        if not is_safe_name(file.name):
+            raise UserError(f"the repo holds a file with an unsafe name, {file.name!r}; refused")
+        if file.size < 0 or not (file.sha256 or file.git_sha1):
+            raise UserError(f"the hub lists no size or hash for {file.name}, so it cannot be verified")
+    if not chosen:
+        asked = f" that match model.files {list(job.patterns)}" if job.patterns else ""
+        raise UserError(f"the repo holds no files{asked}", hint="check `model.source` and `model.files`")
+    return chosen
+
+
+def safe_target(folder: Path, name: str) -> Path:
+    """Where a file of the repo goes, its folders made; never through a symlink."""
+    path = folder
+    for part in name.split("/")[:-1]:
+        path = path / part
+        path.mkdir(exist_ok=True)
+        if path.is_symlink():
+            raise UserError(f"{path} is a symlink, which could lead anywhere; refused", hint="remove it")
+    return folder / name

@@ -1,0 +1,105 @@
+"""What the Snakefile needs to know before anything runs: the shards, and which of them still want work.
+
+Cheap and offline: a survey of the prompts file (remembered in the prompt index by size and mtime) and
+a look at each shard's statistics. The only thing ever written here is the removal of files that lie:
+a readiness file without a server behind it, a damaged staged copy, an index whose shards are gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from . import contract
+from .config import Config
+from .files import read_json_or_none
+from .layout import Layout
+from .lease import clear_stale
+from .load_config import load_config
+from .model.staging import staged_folder, staging_problem
+from .prompts.split import damaged_shards
+from .prompts.survey import Survey, cached_survey
+from .shard_files import is_complete, locked_model_digest
+
+
+@dataclass
+class Plan:
+    """A run as it stands."""
+
+    config: Config
+    survey: Survey
+
+    @property
+    def layout(self) -> Layout:
+        return self.config.layout
+
+    @cached_property
+    def shards(self) -> list[str]:
+        return self.survey.shard_names
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """Digest of each shard's input records."""
+        return dict(zip(self.survey.shard_names, self.survey.digests, strict=True))
+
+    @cached_property
+    def answers(self) -> str:
+        """Fingerprint of the settings that decide the answers."""
+        return contract.answer_fingerprint(self.config)
+
+    @cached_property
+    def pending(self) -> frozenset[str]:
+        """Shards that still have something to generate."""
+        model = locked_model_digest(self.layout)
+        return frozenset(
+            shard
+            for shard in self.shards
+            if not is_complete(
+                self.layout, shard, prompts_digest=self.digests[shard], answers=self.answers, model_digest=model
+            )
+        )
+
+    @property
+    def staged_manifest(self) -> Path | None:
+        """The file that says the RAM-disk copy is whole; it lies beside the copy, so a reboot wipes both."""
+        folder = staged_folder(self.config)
+        return folder / "staged.json" if folder else None
+
+    @property
+    def model_ready(self) -> Path:
+        """The file that says that servers can read the model."""
+        return self.staged_manifest or self.layout.model_manifest
+
+    @property
+    def prompts_key(self) -> dict[str, Any]:
+        """All that decides what the prompt shards hold."""
+        settings = self.config.prompts.model_dump(exclude={"path"})
+        return {"digest": self.survey.digest, "size": self.config.shards.size, **settings}
+
+
+def make_plan(settings: dict[str, Any]) -> Plan:
+    """Validate the settings, refuse what would mix answers, and survey the prompts.
+
+    Raises:
+        UserError: one clear line.
+    """
+    config = load_config(settings)
+    contract.check(config)
+    survey = cached_survey(config.prompts.path, config.shards.size, config.layout.prompt_index)
+    return Plan(config, survey)
+
+
+def clear_lies(plan: Plan) -> list[str]:
+    """Remove files that claim what is no longer so; returns a line to be told for each."""
+    told = clear_stale(plan.config) if any(plan.layout.ready(name).exists() for name in plan.config.server_names) else []
+    staged = plan.staged_manifest
+    if plan.pending and staged and staged.exists() and (problem := staging_problem(plan.config)):
+        staged.unlink(missing_ok=True)
+        told.append(f"the staged model is made anew: {problem}")
+    index = read_json_or_none(plan.layout.prompt_index)
+    if index and plan.pending and (damaged := damaged_shards(plan.layout, index, sorted(plan.pending))):
+        plan.layout.prompt_index.unlink(missing_ok=True)
+        told.append(f"the prompt shards are made anew: {len(damaged)} of them are missing or damaged")
+    return told

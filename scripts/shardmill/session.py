@@ -1,0 +1,55 @@
+"""The beginning and the end of a run, in the process that owns it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+
+from . import contract
+from .config import Config
+from .files import read_json_or_none, write_bytes
+from .owner import RunLock
+
+_held: dict[str, RunLock] = {}
+
+
+def begin(config: Config) -> None:
+    """Take the run for this process, lock its contract, and make its api key.
+
+    Raises:
+        UserError: if another live run owns it.
+    """
+    layout = config.layout
+    _held[str(layout.root)] = RunLock.acquire(layout)
+    contract.check(config)
+    contract.lock(config)
+    if not layout.api_key.exists():
+        write_bytes(layout.api_key, secrets.token_urlsafe(32).encode(), mode=0o600)
+
+
+def end(config: Config) -> None:
+    """Give the run up, and leave nothing behind outside its folder."""
+    layout = config.layout
+    with contextlib.suppress(OSError):
+        os.unlink(layout.ledger)
+    if lock := _held.pop(str(layout.root), None):
+        lock.release()
+
+
+def closing_line(config: Config) -> str:
+    """What was made and where, in one line; empty if nothing was."""
+    layout = config.layout
+    manifest = read_json_or_none(layout.manifest)
+    if not manifest:
+        return ""
+    counts, dataset = manifest["counts"], manifest["dataset"]
+    bad = counts["rejected"] + counts["unusable"]
+    return (
+        f"shardmill: {counts['accepted']} completions and {bad} rejects of {counts['input']} prompts, "
+        f"proven complete, {_megabytes(dataset['compressed_bytes'])} in {layout.dataset}"
+    )
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 100_000 else f"{size / 1e3:.1f} kB"
