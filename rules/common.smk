@@ -19,7 +19,7 @@ layout = plan.layout
 
 
 wildcard_constraints:
-    shard=r"\d{5,}",
+    shard=r"\d\d\d\d\d+",
     server=r"\d+",
 
 

@@ -5,6 +5,7 @@ from shardmill import session
 onstart:
     try:
         session.begin(plan.config)
+        print(f"shardmill: {plan.opening_line()}", file=sys.stderr)
     except UserError as error:
         sys.exit(f"shardmill: error: {error}")
 

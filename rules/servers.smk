@@ -5,7 +5,7 @@
 rule serve:
     """Start a server under its supervisor; done once it has answered a real request."""
     input:
-        model=ancient(plan.model_ready),
+        model=ancient(plan.model_files),
     output:
         # Snakemake removes it when the last shard that needs it is done; then the server stops.
         ready=temp(layout.ready("{server}")),

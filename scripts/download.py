@@ -1,11 +1,9 @@
 """Get the model, verify every file, and bind the run to its content."""
 
 from shardmill import contract, job
-from shardmill.logs import get_logger
 from shardmill.model.download import download
 
 if __name__ == "__main__":
     config = job.enter(globals().get("snakemake")).config
     manifest = download(config)
     contract.lock_model(config, manifest["digest"])
-    get_logger("model").info("model: %s, %.2f GB, verified", config.model.source.split("#")[0], manifest["total_bytes"] / 1e9)

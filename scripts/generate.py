@@ -4,7 +4,8 @@ import signal
 import sys
 
 from shardmill import job
-from shardmill.generate import Interrupted, ShardRun, model_digest
+from shardmill.answering import Interrupted
+from shardmill.generate import ShardRun, model_digest
 from shardmill.logs import get_logger
 
 if __name__ == "__main__":
@@ -13,7 +14,7 @@ if __name__ == "__main__":
     log = get_logger("generate")
     run = ShardRun(config, shard, model_digest(config))
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda *_: run.stop.set())
+        signal.signal(signum, lambda *_: run.answering.stop.set())
     try:
         stats = run.run()
     except Interrupted as reason:

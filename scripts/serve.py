@@ -3,7 +3,6 @@
 from shardmill import job
 from shardmill.files import read_json, write_json
 from shardmill.launch import start_server
-from shardmill.logs import get_logger
 from shardmill.model.staging import entry_path
 
 if __name__ == "__main__":
@@ -13,4 +12,3 @@ if __name__ == "__main__":
     start_server(config, name, entry_path(config), digest)
     ready = read_json(config.layout.ready(name))
     write_json(config.layout.server_info(name), ready)
-    get_logger("server").info("server %s: ready at %s", name, ready["url"])

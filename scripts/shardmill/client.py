@@ -19,47 +19,80 @@ from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 CONNECT_TIMEOUT = 5.0
 _current = threading.local()
+_owners = threading.Lock()  # guards which call a connection belongs to; held for no more than a system call
 
 
 class Call:
-    """One request in flight, and the handle to cut it off."""
+    """One request in flight, and the handle to cut it off.
+
+    `sent` says whether the server may have seen the whole request.
+    """
 
     def __init__(self) -> None:
         self.sent = False
         self.aborted = False
-        self._connection: Any = None
+        self._connection: _Tracked | None = None
+        self._socket: socket.socket | None = None
 
-    def attach(self, connection: Any) -> None:
-        self._connection = connection
-        self.sent = True
-        if self.aborted:
-            self.abort()
+    def attach(self, connection: _Tracked, sock: socket.socket | None) -> None:
+        """Tie the call to the connection that carries it from now on.
+
+        Raises:
+            ConnectionAbortedError: if the call was cut off before.
+        """
+        with _owners:
+            if self.aborted:
+                raise ConnectionAbortedError("cut off before it was sent")
+            connection.owner = self
+            self._connection, self._socket = connection, sock
+
+    def detach(self) -> None:
+        """Let the connection go: it is whole, and carries other calls from now on."""
+        with _owners:
+            self._connection = self._socket = None
 
     def abort(self) -> None:
-        """Close the connection under the request: its thread gets a `ConnectionError` at once."""
-        self.aborted = True
-        sock = getattr(self._connection, "sock", None)
-        if sock is not None:
+        """Cut the connection under the request: its thread gets a `RequestException` at once.
+
+        A connection that carries another call's request by now is left alone.
+        """
+        with _owners:
+            self.aborted = True
+            if self._connection is None or self._connection.owner is not self or self._socket is None:
+                return
             with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+                self._socket.shutdown(socket.SHUT_RDWR)
 
 
 class _Tracked:
     """A connection that tells the current call which socket carries it, and notices a vanished peer."""
 
+    owner: Call | None = None
+
     def connect(self) -> None:
         super().connect()  # type: ignore[misc]
         sock = self.sock  # type: ignore[attr-defined]
+        sock.settimeout(None)  # the timeout was the connect's; a long body to a busy server may take longer
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, seconds in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, option):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+        self._attach()
+
+    def request(self, *args: Any, **kwargs: Any) -> None:
+        self._attach()
+        super().request(*args, **kwargs)  # type: ignore[misc]
 
     def getresponse(self) -> Any:
         call = getattr(_current, "call", None)
         if call is not None:
-            call.attach(self)
+            call.sent = True
         return super().getresponse()  # type: ignore[misc]
+
+    def _attach(self) -> None:
+        call: Call | None = getattr(_current, "call", None)
+        if call is not None:
+            call.attach(self, self.sock)  # type: ignore[attr-defined]
 
 
 class _TrackedHTTP(_Tracked, HTTPConnection):
@@ -117,6 +150,7 @@ class Client:
             return response.status_code, response.content
         finally:
             _current.call = None
+            call.detach()
 
     def close(self) -> None:
         self._session.close()

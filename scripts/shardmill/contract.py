@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from .config import Config
 from .errors import UserError
 from .files import canonical_json, read_json_or_none, sha256_file, sha256_hex, write_json
@@ -20,11 +22,13 @@ def answer_settings(config: Config) -> dict[str, Any]:
     """All that decides an answer and is known before the model is there; never what does not.
 
     Ports, concurrency, GPUs, restarts and speculative decoding are left out on purpose.
+
+    Raises:
+        UserError: if the chat template's file cannot be read.
     """
     prompts = config.prompts
-    template = config.model.chat_template
     return {
-        "model": {"source": config.model.source, "chat_template": sha256_file(template) if template else None},
+        "model": {"source": config.model.source, "chat_template": _template_digest(config.model.chat_template)},
         "prompts": {
             "field": prompts.field,
             "id_field": prompts.id_field,
@@ -34,6 +38,13 @@ def answer_settings(config: Config) -> dict[str, Any]:
         "sampling": config.sampling.model_dump(),
         "thinking": config.thinking.model_dump(),
     }
+
+
+def _template_digest(path: str | None) -> str | None:
+    try:
+        return sha256_file(path) if path is not None else None
+    except OSError as error:
+        raise UserError(f"cannot be read ({error.strerror})", where=f"model.chat_template {path}") from None
 
 
 def answer_fingerprint(config: Config) -> str:
@@ -64,11 +75,25 @@ class Contract:
 
     @classmethod
     def read(cls, layout: Layout) -> Contract | None:
-        """The locked contract, or None in a run that never started."""
+        """The locked contract, or None in a run that never started.
+
+        Raises:
+            UserError: if the file is there but holds no contract; to go on without it could mix answers.
+        """
         data = read_json_or_none(layout.contract)
-        if not data:
+        if data is None and not layout.contract.exists():
             return None
-        return cls(data["answers"], data["shard_size"], data.get("model_digest"))
+        try:
+            answers, size, digest = data["answers"], data["shard_size"], data["model_digest"]
+            if isinstance(answers["model"], dict) and isinstance(size, int) and isinstance(digest, str | None):
+                return cls(answers, size, digest)
+        except (TypeError, KeyError):
+            pass
+        raise UserError(
+            "holds no contract of a run",
+            where=str(layout.contract),
+            hint="put it back from a copy, or remove it if the settings are still those of this run's answers",
+        )
 
     def write(self, layout: Layout) -> None:
         write_json(
@@ -84,8 +109,8 @@ class Contract:
 
 def holds_results(layout: Layout) -> bool:
     """Whether any answer of this run is on disk."""
-    folder = layout.root / "journals"
-    return folder.is_dir() and any(entry.suffix == ".jsonl" for entry in folder.iterdir())
+    journals, completions = layout.journal("x").parent, layout.completions("x").parent
+    return any(path.stat().st_size for path in journals.glob("*.jsonl")) or any(completions.glob("*.jsonl.zst"))
 
 
 def check(config: Config) -> None:
@@ -119,9 +144,10 @@ def lock(config: Config) -> None:
     layout = config.layout
     old = Contract.read(layout)
     answers = answer_settings(config)
-    same_model = old is not None and old.answers["model"] == answers["model"]
+    # Another chat template leaves the model's files, and so their digest, as they were.
+    same_model = old is not None and old.answers["model"].get("source") == config.model.source
     new = Contract(answers, config.shards.size, old.model_digest if old and same_model else None)
-    if new != old:
+    if old is None or canonical_json(vars(new)) != canonical_json(vars(old)):
         new.write(layout)
 
 
@@ -146,15 +172,37 @@ def lock_model(config: Config, digest: str) -> None:
 
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:
-    """What changed between two nested mappings, as "path changed from a to b"."""
+    """What changed between two nested mappings, as "path changed from a to b".
+
+    Equal is what has the same canonical JSON, as in a fingerprint: 1 and 1.0, or null and nothing at
+    all, are not.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
         found: list[str] = []
         for key in [*old, *(key for key in new if key not in old)]:
-            found += _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+            found += _differences(old.get(key, _ABSENT), new.get(key, _ABSENT), f"{path}.{key}" if path else key)
         return found
-    return [] if old == new else [f"{path} changed from {_shown(old)} to {_shown(new)}"]
+    if old is not _ABSENT and new is not _ABSENT and canonical_json(old) == canonical_json(new):
+        return []
+    before, after = _shown(old, new), _shown(new, old)
+    return [f"{path} changed from {before} to {after}"]
 
 
-def _shown(value: Any) -> str:
-    text = "nothing" if value is None else str(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+_ABSENT = object()
+
+
+def _shown(value: Any, other: Any) -> str:
+    """`value` on one line; a long one from shortly before where it differs from `other`."""
+    text, beside = _on_one_line(value), _on_one_line(other)
+    if len(text) <= 80:
+        return text
+    pairs = enumerate(zip(text, beside, strict=False))
+    start = max(0, next((at for at, (a, b) in pairs if a != b), min(len(text), len(beside))) - 20)
+    return ("..." if start else "") + text[start : start + 74] + ("..." if start + 74 < len(text) else "")
+
+
+def _on_one_line(value: Any) -> str:
+    if value is _ABSENT or value is None:
+        return "nothing" if value is _ABSENT else "null"
+    text = value if isinstance(value, str) and value else orjson.dumps(value).decode()
+    return text if text.isprintable() else ascii(text)

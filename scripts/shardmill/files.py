@@ -16,6 +16,8 @@ import zstandard
 from .errors import UserError
 
 CHUNK_BYTES = 1 << 20
+# Of a compressed file, read at once: kept small, because text that repeats itself becomes a thousand times as much.
+ZSTD_CHUNK_BYTES = 1 << 14
 
 
 @contextlib.contextmanager
@@ -24,21 +26,27 @@ def atomic_writer(path: Path | str, *, fsync: bool = True, mode: int = 0o644) ->
 
     The temporary name is unique per process and lies beside the target, so that the rename cannot
     cross file systems; what was at `path` stays untouched until then.
+
+    Raises:
+        OSError: if the file cannot be written; it names the file.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    os.close(descriptor)
     try:
-        with os.fdopen(descriptor, "wb") as handle:
+        with open(name, "wb") as handle:
             yield handle
             handle.flush()
             if fsync:
                 os.fsync(handle.fileno())
         os.chmod(name, mode)
         os.replace(name, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
+    except BaseException as error:
+        with contextlib.suppress(OSError):
             os.unlink(name)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(target)  # a full disk does not say which
         raise
     if fsync:
         fsync_folder(target.parent)
@@ -112,7 +120,7 @@ def zstd_writer(path: Path | str, *, level: int = 3, threads: int = 0) -> Iterat
 
 
 def iter_zstd_chunks(path: Path | str) -> Iterator[bytes]:
-    """Decompressed content of a zstd file of one or more frames, in bounded chunks.
+    """Decompressed content of a zstd file of one or more frames, in the chunks that `ZSTD_CHUNK_BYTES` of it make.
 
     Raises:
         UserError: if the file is truncated, damaged or no zstd file. (python-zstandard's own stream
@@ -124,7 +132,7 @@ def iter_zstd_chunks(path: Path | str) -> Iterator[bytes]:
     started = False
     try:
         with open(path, "rb") as handle:
-            while data := handle.read(CHUNK_BYTES):
+            while data := handle.read(ZSTD_CHUNK_BYTES):
                 while data:
                     if frame.eof:
                         frame = decompressor.decompressobj()

@@ -1,6 +1,6 @@
 """The one entry of all scripts: under Snakemake, or by hand for debugging.
 
-    python scripts/generate.py --configfile config.yaml --shard 00003
+python scripts/generate.py --configfile config.yaml --shard 00003
 """
 
 from __future__ import annotations

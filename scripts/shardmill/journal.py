@@ -50,7 +50,8 @@ def decode_entry(line: bytes) -> dict[str, Any] | None:
         entry = orjson.loads(payload)
     except ValueError:
         return None
-    return entry if isinstance(entry, dict) and {"id", "fingerprint", "kind"} <= entry.keys() else None
+    is_whole = isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("id", "fingerprint", "kind"))
+    return entry if is_whole else None
 
 
 @dataclass(frozen=True)
@@ -74,16 +75,23 @@ class Journal:
         self.damaged_lines = 0
         self._index: dict[tuple[str, str], list[EntryRef]] = defaultdict(list)
         self._write_lock = threading.Lock()
+        self._sync_lock = threading.Lock()
         self._dirty = False
-        self._failure: OSError | None = None
+        self._failure: OSError | None = None  # of any kind: nothing more is appended
+        self._sync_failure: OSError | None = None
         self._closed = threading.Event()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise self._explain(error) from error
         try:
             self._take_lock(lock_timeout)
             self._size = self._load()
-        except BaseException:
+        except BaseException as error:
             os.close(self._fd)
+            if isinstance(error, OSError):
+                raise self._explain(error) from error
             raise
         self._syncer = threading.Thread(target=self._sync_loop, name="journal-fsync", daemon=True)
         self._syncer.start()
@@ -91,8 +99,10 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # A disk that fails at the close as well must not hide the error that led here.
+        with contextlib.suppress(*([UserError] if kind else [])):
+            self.close()
 
     def __len__(self) -> int:
         return sum(len(refs) for refs in self._index.values())
@@ -142,15 +152,21 @@ class Journal:
         return ref
 
     def sync(self) -> None:
-        """Bring everything appended so far to the disk."""
-        with self._write_lock:
-            dirty, self._dirty = self._dirty, False
-        if dirty:
-            try:
-                os.fsync(self._fd)
-            except OSError as error:
-                self._failure = error
-                raise self._explain(error) from error
+        """Bring everything appended so far to the disk.
+
+        Raises:
+            UserError: if the disk failed, now or in the background before: what fsync once refused may be lost.
+        """
+        with self._sync_lock:
+            with self._write_lock:
+                dirty, self._dirty = self._dirty, False
+            if dirty:
+                try:
+                    os.fsync(self._fd)
+                except OSError as error:
+                    self._failure = self._sync_failure = error
+            if self._sync_failure:
+                raise self._explain(self._sync_failure) from self._sync_failure
 
     def close(self) -> None:
         """Sync and give up the lock."""
@@ -161,7 +177,9 @@ class Journal:
         try:
             self.sync()
         finally:
-            os.close(self._fd)
+            # An append after the close must fail, not reach whatever file is given this number next.
+            descriptor, self._fd = self._fd, -1
+            os.close(descriptor)
 
     def _take_lock(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout

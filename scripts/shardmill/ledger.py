@@ -16,13 +16,15 @@ import mmap
 import os
 import threading
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from .config import MOST_SERVERS
 from .errors import UserError
 
 ROWS = 256
-SERVERS = 64
+SERVERS = MOST_SERVERS
 _MAGIC = b"SHARDMILL-LEDGER-1"
 _HEADER_BYTES = 64
 _ROW_INTS = 2 + SERVERS
@@ -43,20 +45,37 @@ class Ledger:
         self.path = path
         self._thread_lock = threading.Lock()
         self._row: int | None = None
+        self._held = [0] * SERVERS  # what this process has in flight; its row only publishes it
         self._next_sweep = 0.0
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        if os.fstat(self._fd).st_uid != os.getuid():
+        hint = "make room there, remove the file, or set TMPDIR to a folder of your own"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise UserError(f"cannot be opened ({error.strerror})", where=str(path), hint=hint) from error
+        try:
+            if os.fstat(self._fd).st_uid != os.getuid():
+                raise UserError("belongs to another user", where=str(path), hint=hint)
+            with self._mutex():
+                self._prepare_file()
+            self._map = mmap.mmap(self._fd, _FILE_BYTES)
+        except OSError as error:
             os.close(self._fd)
-            raise UserError("belongs to another user", where=str(path), hint="remove it, or set TMPDIR")
-        with self._mutex():
-            if os.fstat(self._fd).st_size != _FILE_BYTES or os.pread(self._fd, len(_MAGIC), 0) != _MAGIC:
-                os.ftruncate(self._fd, 0)
-                os.ftruncate(self._fd, _FILE_BYTES)
-                os.pwrite(self._fd, _MAGIC, 0)
-        self._map = mmap.mmap(self._fd, _FILE_BYTES)
+            raise UserError(f"cannot be used ({error.strerror})", where=str(path), hint=hint) from error
+        except BaseException:
+            os.close(self._fd)
+            raise
         self._view = memoryview(self._map)
         self._ints = self._view[_HEADER_BYTES:].cast("i")
+
+    def _prepare_file(self) -> None:
+        """Make a new, damaged or foreign file a ledger. Others may have it mapped, so it never becomes shorter."""
+        whole = os.pread(self._fd, len(_MAGIC), 0) == _MAGIC
+        offset = min(os.fstat(self._fd).st_size, _FILE_BYTES) if whole else 0
+        content = _MAGIC.ljust(_FILE_BYTES, b"\0")
+        while offset < _FILE_BYTES:
+            # Written out, not left as a hole: a mapped hole on a full disk would kill the process (SIGBUS).
+            offset += os.pwrite(self._fd, content[offset:], offset)
 
     def close(self) -> None:
         """Give up the row, if any, and every lock."""
@@ -79,8 +98,8 @@ class Ledger:
             for row in range(ROWS):
                 if self._try_lock(row):
                     self._clear(row)
-                    self._ints[row * _ROW_INTS] = 1
                     self._row = row
+                    self._publish()
                     return
         raise UserError(f"more than {ROWS} jobs at once on one machine", hint="run with fewer --cores")
 
@@ -100,8 +119,11 @@ class Ledger:
             belongs to jobs that have less than their fair share.
         """
         own = self._own_row()
+        if len(limits) > SERVERS:
+            raise ValueError(f"{len(limits)} servers; a row has counters for {SERVERS}")
         with self._mutex():
             self._sweep()
+            self._publish()
             held = [0] * len(limits)
             mine, hungry, poorest = 0, 0, None
             for row in range(ROWS):
@@ -125,13 +147,21 @@ class Ledger:
                 return None
             if prefer is not None and room[prefer] > 0:
                 best = prefer
-            self._ints[own * _ROW_INTS + 2 + best] += 1
+            self._held[best] += 1
+            self._publish()
             return best
 
     def release(self, server: int) -> None:
-        """Give a place back."""
+        """Give a place back that `claim` gave.
+
+        Raises:
+            ValueError: if this process holds none there.
+        """
         with self._mutex():
-            self._ints[self._own_row() * _ROW_INTS + 2 + server] -= 1
+            if not self._held[server]:
+                raise ValueError(f"no place at server {server} to give back")
+            self._held[server] -= 1
+            self._publish()
 
     def in_flight(self, server: int) -> int:
         """Requests that the live jobs of this machine have in flight at a server."""
@@ -143,6 +173,12 @@ class Ledger:
     def _own_row(self) -> int:
         assert self._row is not None, "join() comes first"
         return self._row
+
+    def _publish(self) -> None:
+        """Write this process's row anew, so that damage to the file does not last."""
+        start = self._own_row() * _ROW_INTS
+        self._ints[start] = 1
+        self._ints[start + 2 : start + _ROW_INTS] = array("i", self._held)
 
     def _clear(self, row: int) -> None:
         start = row * _ROW_INTS

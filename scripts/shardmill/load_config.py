@@ -6,8 +6,9 @@ import difflib
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
-from .config import Config, Conflict, key_paths
+from .config import Config, Conflicts, key_paths
 from .errors import UserError
 
 
@@ -20,8 +21,8 @@ def load_config(data: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        problems = [_explain(problem) for problem in error.errors()]
-        raise UserError("; ".join(problems), where="config") from None
+        problems = [line for problem in error.errors() for line in _explain(problem)]
+        raise UserError("; ".join(dict.fromkeys(problems)), where="config") from None
 
 
 _EXPECTED = {
@@ -36,52 +37,87 @@ _EXPECTED = {
 }
 
 
-def _explain(problem: Any) -> str:
-    """One pydantic error as `path: what is wrong, and what to write`."""
+def _explain(problem: Any) -> list[str]:
+    """One pydantic error as `path: what is wrong, and what to write`; a validator of ours may name several."""
     location, kind, value = problem["loc"], problem["type"], problem["input"]
-    path = ".".join(str(part) for part in location if part not in ("str", "bool"))
+    path, field = _path(location), _field_at(location[:-1])
+    if field and not _section_of(field) and location[-1] in ("str", "bool"):  # the members of a union
+        return [f"{_path(location[:-1])}: expected text, true or false, found {_shown(value)}"]
     if kind == "extra_forbidden":
-        nearest = _nearest_key(location)
-        return f"{path}: unknown key" + (f", did you mean `{nearest}`?" if nearest else _known_keys(location))
+        nearest = [f"`{known}`" for known in _nearest_keys(location)]
+        return [f"{path}: unknown key" + (f", did you mean {' or '.join(nearest)}?" if nearest else _known(location))]
     if kind == "missing":
-        return f"{path}: missing, and it has no default"
-    if kind == "value_error" and isinstance(conflict := problem["ctx"]["error"], Conflict):
-        return f"{conflict.key}: {conflict.problem}"
+        return [f"{path}: missing, and it has no default"]
+    if kind == "value_error":
+        error = problem["ctx"]["error"]
+        if isinstance(error, Conflicts):
+            return [f"{key}: {text}" for key, text in error.problems]
+        return [f"{path}: {error}"]
     if kind in _EXPECTED:
-        return f"{path}: expected {_EXPECTED[kind]}, found {_shown(value)}"
+        return [f"{path}: expected {_EXPECTED[kind]}, found {_shown(value)}"]
     message = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"{path}: {message}, found {_shown(value)}"
+    return [f"{path}: {message}, found {_shown(value)}"]
+
+
+def _path(location: tuple[Any, ...]) -> str:
+    """A key's place as people write it; what cannot stand on one line is escaped."""
+    is_plain = [isinstance(part, str) and 0 < len(part) <= 60 and part.isprintable() for part in location]
+    parts = [part if plain else _shown(part) for part, plain in zip(location, is_plain, strict=True)]
+    return ".".join(parts) or "the whole of it"
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # ValueError: an int of more digits than Python will print
+        text = f"a {type(value).__name__}"
+    text = text if text.isprintable() else ascii(text)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _field_at(path: tuple[Any, ...]) -> FieldInfo | None:
+    """The known field at `path`, be it a section or a value."""
+    model: type[BaseModel] | None = Config
+    field = None
+    for part in path:
+        field = model.model_fields.get(part) if model else None
+        if field is None:
+            return None
+        model = _section_of(field)
+    return field
+
+
+def _section_of(field: FieldInfo) -> type[BaseModel] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def _section_at(path: tuple[Any, ...]) -> type[BaseModel] | None:
     """The model that holds the keys at `path`."""
-    model: Any = Config
-    for part in path:
-        field = model.model_fields.get(part)
-        model = field.annotation if field else None
-        if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            return None
-    return model
+    if not path:
+        return Config
+    field = _field_at(path)
+    return _section_of(field) if field else None
 
 
-def _nearest_key(location: tuple[Any, ...]) -> str | None:
-    """The known key that a mistyped one most likely means, as a full path; looked for in its section first."""
-    section = _section_at(location[:-1])
-    name = str(location[-1])
-    if section and (close := difflib.get_close_matches(name, section.model_fields, n=1)):
-        return ".".join([*map(str, location[:-1]), close[0]])
-    everywhere = {path.rsplit(".", 1)[-1]: path for path in key_paths()}
+def _nearest_keys(location: tuple[Any, ...]) -> list[str]:
+    """The known keys, as full paths, that a misplaced or mistyped one most likely means.
+
+    A key that exists elsewhere is misplaced, in all likelihood; else it is looked for in its own section first.
+    """
+    name, here = str(location[-1]), location[:-1]
+    everywhere: dict[str, list[str]] = {}
+    for path in key_paths(sections=True):
+        everywhere.setdefault(path.rsplit(".", 1)[-1], []).append(path)
     if name in everywhere:
         return everywhere[name]
+    section = _section_at(here)
+    if section and (close := difflib.get_close_matches(name, section.model_fields, n=1)):
+        return [".".join([*map(str, here), close[0]])]
     close = difflib.get_close_matches(name, everywhere, n=1, cutoff=0.8)
-    return everywhere[close[0]] if close else None
+    return everywhere[close[0]] if close else []
 
 
-def _known_keys(location: tuple[Any, ...]) -> str:
+def _known(location: tuple[Any, ...]) -> str:
     section = _section_at(location[:-1])
     return f"; known here: {', '.join(section.model_fields)}" if section else ""

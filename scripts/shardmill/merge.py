@@ -74,12 +74,16 @@ def _shard_stats(config: Config, entry: dict[str, Any]) -> dict[str, Any]:
         problem = f"answers {stats['prompts']} prompts, but its prompt file holds {entry['prompts']}"
         raise UserError(problem, where=f"shard {name}", hint=hint)
     if stats["accepted"] + stats["rejected"] != stats["prompts"]:
-        problem = f"{stats['accepted']} completions and {stats['rejected']} rejects do not make {stats['prompts']} prompts"
+        problem = (
+            f"{stats['accepted']} completions and {stats['rejected']} rejects do not make {stats['prompts']} prompts"
+        )
         raise UserError(problem, where=f"shard {name}", hint=hint)
     return stats
 
 
-def _accepted_parts(config: Config, stats: list[dict[str, Any]]) -> Iterator[tuple[Iterable[bytes], Callable[[], None]]]:
+def _accepted_parts(
+    config: Config, stats: list[dict[str, Any]]
+) -> Iterator[tuple[Iterable[bytes], Callable[[], None]]]:
     for shard in stats:
         yield _checked_chunks(config.layout.completions(shard["shard"]), shard["shard"], shard["completions"])
 
@@ -162,7 +166,9 @@ def _write_merged(
     except OSError as error:
         if error.errno is None:
             raise
-        raise UserError(f"cannot be written ({error.strerror})", where=str(path), hint="make room and run again") from error
+        raise UserError(
+            f"cannot be written ({error.strerror})", where=str(path), hint="make room and run again"
+        ) from error
     return {
         "file": path.name,
         "records": total.records,
@@ -238,7 +244,9 @@ def _manifest(
         "shards": [
             {
                 "name": shard["shard"],
-                **{key: shard[key] for key in ("prompts", "accepted", "rejected", "unusable", "completions", "rejects")},
+                **{
+                    key: shard[key] for key in ("prompts", "accepted", "rejected", "unusable", "completions", "rejects")
+                },
                 "prompts_sha256": entry["sha256"],
                 "seconds": shard["seconds"],
                 "finished_at": shard["finished_at"],
@@ -275,7 +283,7 @@ def _prove(manifest: dict[str, Any], index: dict[str, Any]) -> None:
             f"do not make the {counts['input']} of the input"
         )
         raise UserError(problem, where="merge", hint=hint)
-    ids = IdsDigest.from_hex(manifest["dataset"]["ids_digest"])
-    ids.merge(IdsDigest.from_hex(manifest["rejects"]["ids_digest"]))
+    ids = IdsDigest.of_hex(manifest["dataset"]["ids_digest"], counts["accepted"])
+    ids.merge(IdsDigest.of_hex(manifest["rejects"]["ids_digest"], counts["rejected"]))
     if ids.hexdigest() != index["ids_digest"]:
         raise UserError("the ids of the output are not the ids of the input", where="merge", hint=hint)

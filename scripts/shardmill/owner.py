@@ -61,6 +61,28 @@ class RunLock:
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._beat, name="run-lock-heartbeat", daemon=True).start()
 
+    @classmethod
+    def acquire(cls, layout: Layout) -> RunLock:
+        """Take the ownership of a run for this process; a dead owner's is simply taken over.
+
+        Raises:
+            UserError: if another process that lives owns the run; names it.
+        """
+        path = layout.lock
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            _lock_or_refuse(descriptor, layout)
+            record = {"identity": own_identity().to_json(), "run": layout.run, "started_at": time.time()}
+            content = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+            os.pwrite(descriptor, content, 0)
+            os.ftruncate(descriptor, len(content))
+            os.utime(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(path, descriptor)
+
     def release(self) -> None:
         """Give the run up; a second call does nothing."""
         descriptor, self._descriptor = self._descriptor, None
@@ -87,30 +109,10 @@ class RunLock:
     def __enter__(self) -> RunLock:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.release()
-
-
-def acquire(layout: Layout) -> RunLock:
-    """Take the ownership of a run for this process; a dead owner's is simply taken over.
-
-    Raises:
-        UserError: if another process that lives owns the run; names it.
-    """
-    path = layout.lock
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        _lock_or_refuse(descriptor, layout)
-        record = {"identity": own_identity().to_json(), "run": layout.run, "started_at": time.time()}
-        content = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
-        os.pwrite(descriptor, content, 0)
-        os.ftruncate(descriptor, len(content))
-        os.utime(descriptor)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return RunLock(path, descriptor)
 
 
 def _lock_or_refuse(descriptor: int, layout: Layout) -> None:
@@ -150,7 +152,9 @@ def read_owner(layout: Layout) -> Owner | None:
     if not isinstance(record, dict) or (identity := Identity.from_json(record.get("identity"))) is None:
         return None
     started_at = record.get("started_at")
-    return Owner(identity, str(record.get("run", "")), float(started_at) if isinstance(started_at, int | float) else 0.0)
+    return Owner(
+        identity, str(record.get("run", "")), float(started_at) if isinstance(started_at, int | float) else 0.0
+    )
 
 
 def owner_is_alive(layout: Layout) -> bool:

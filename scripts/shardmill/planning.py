@@ -18,8 +18,8 @@ from .files import read_json_or_none
 from .layout import Layout
 from .lease import clear_stale
 from .load_config import load_config
-from .model.staging import staged_folder, staging_problem
-from .prompts.split import damaged_shards
+from .model.staging import staged_file, staging_problem
+from .prompts.shards import damaged_shards
 from .prompts.survey import Survey, cached_survey
 from .shard_files import is_complete, locked_model_digest
 
@@ -64,13 +64,19 @@ class Plan:
     @property
     def staged_manifest(self) -> Path | None:
         """The file that says the RAM-disk copy is whole; it lies beside the copy, so a reboot wipes both."""
-        folder = staged_folder(self.config)
-        return folder / "staged.json" if folder else None
+        return staged_file(self.config)
 
     @property
-    def model_ready(self) -> Path:
-        """The file that says that servers can read the model."""
-        return self.staged_manifest or self.layout.model_manifest
+    def model_files(self) -> list[Path]:
+        """The files that say that servers can read the model."""
+        staged = self.staged_manifest
+        return [self.layout.model_manifest, *([staged] if staged else [])]
+
+    def opening_line(self) -> str:
+        """What there is to do, in one line."""
+        config = self.config
+        todo = f"{len(self.pending)} of {len(self.shards)} shards to make"
+        return f"run {config.run.name}: {self.survey.records} prompts, {todo}, {config.server_count} servers"
 
     @property
     def prompts_key(self) -> dict[str, Any]:
@@ -93,7 +99,9 @@ def make_plan(settings: dict[str, Any]) -> Plan:
 
 def clear_lies(plan: Plan) -> list[str]:
     """Remove files that claim what is no longer so; returns a line to be told for each."""
-    told = clear_stale(plan.config) if any(plan.layout.ready(name).exists() for name in plan.config.server_names) else []
+    told = (
+        clear_stale(plan.config) if any(plan.layout.ready(name).exists() for name in plan.config.server_names) else []
+    )
     staged = plan.staged_manifest
     if plan.pending and staged and staged.exists() and (problem := staging_problem(plan.config)):
         staged.unlink(missing_ok=True)

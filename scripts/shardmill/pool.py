@@ -9,7 +9,7 @@ from typing import Any
 from .config import Config
 from .engines.base import Engine, ServerPlace
 from .files import read_json_or_none
-from .launch import place
+from .place import place
 
 # A supervisor writes its status about once a second; one this old has nobody behind it.
 STATUS_LIFETIME = 30.0

@@ -7,12 +7,13 @@ reboot. An `Identity` therefore holds the start time and the boot as well.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -158,8 +159,6 @@ def port_is_free(host: str, port: int) -> bool:
         try:
             probe.bind(address)
         except OSError as error:
-            import errno
-
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 return False
             raise
@@ -186,7 +185,7 @@ def kill_all(processes: Iterable[psutil.Process], *, timeout: float) -> list[psu
 def kill_descendants(*, timeout: float) -> bool:
     """Kill whatever descends from this process until nothing is left; False if some outlive `timeout` seconds.
 
-    For a process that is a subreaper (`become_subreaper`) this includes all that was ever orphaned below it.
+    For a subreaper (`shardmill.reaper.become_subreaper`) this includes all that was ever orphaned below it.
     """
     deadline = time.monotonic() + timeout
     while found := descendants(os.getpid()):
@@ -217,7 +216,7 @@ def marked(name: str, value: str) -> list[psutil.Process]:
     return found
 
 
-def wait_until(condition: Any, timeout: float, *, interval: float = 0.05) -> bool:
+def wait_until(condition: Callable[[], Any], timeout: float, *, interval: float = 0.05) -> bool:
     """Poll `condition()` until it is true; False once `timeout` seconds have passed."""
     deadline = time.monotonic() + timeout
     while not condition():
@@ -225,10 +224,3 @@ def wait_until(condition: Any, timeout: float, *, interval: float = 0.05) -> boo
             return False
         time.sleep(interval)
     return True
-
-
-def become_subreaper() -> bool:
-    """Make orphaned descendants children of this process, not of init (prctl(2)); False where there is no such thing."""
-    from .reaper import become_subreaper as become
-
-    return become()

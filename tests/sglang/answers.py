@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import re
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
@@ -18,15 +19,21 @@ import orjson
 THINK_END, BLANK, EOS = 151668, 271, 151645  # ids of `</think>`, "\n\n" and `<|im_end|>` in the Qwen3 vocabulary
 LOOP = "Wait, I should check that once more. "
 BOILERPLATE = "Sure, how can I help?"
-_WORDS = """a about after again all and answer any are as at back before below between both bring by can carry check clear
-count day door draw each early even every few field find first five follow four from garden give green half hand have here
-high hold home hour how if in into keep kind large last late lead left length light line list little long look low make many
-map measure more morning most move near never next nine no north not now number of old on one only open or order other out
-over page part past place plain point pump quarter question read reason remain right river road rope round row same second
-see seven shore short show side six slow small so some sort south square stand start stay step still stone sum table take
-tank ten than that the then there therefore these they think third this three through time to together train tree twice two
-under up until use valley very wait walk wall water way week well were what when where which while white whole why wind with
-without word work write year yet""".split()
+_WORDS = re.findall(
+    r"\w+",
+    """
+    a about after again all and answer any are as at back before below between both bring by can carry check
+    clear count day door draw each early even every few field find first five follow four from garden give green
+    half hand have here high hold home hour how if in into keep kind large last late lead left length light line
+    list little long look low make many map measure more morning most move near never next nine no north not now
+    number of old on one only open or order other out over page part past place plain point pump quarter
+    question read reason remain right river road rope round row same second see seven shore short show side six
+    slow small so some sort south square stand start stay step still stone sum table take tank ten than that the
+    then there therefore these they think third this three through time to together train tree twice two under
+    up until use valley very wait walk wall water way week well were what when where which while white whole why
+    wind with without word work write year yet
+    """,
+)
 _BASE = 8192  # words; answers are slices of one long text, so a long answer costs one copy
 _NORMAL = NormalDist()
 
@@ -111,8 +118,8 @@ def key_of(messages: list[dict[str, Any]], seed: int | None, thinking: bool) -> 
     return hashlib.blake2b(orjson.dumps([seen, seed, thinking]), digest_size=16).digest()
 
 
-def plan(key: bytes, thinking: bool, lengths: Lengths, max_tokens: int) -> Plan:
-    """Lengths of the answer with this key, cut at `max_tokens`."""
+def plan(key: bytes, thinking: bool, lengths: Lengths, max_tokens: int, *, ignore_eos: bool = False) -> Plan:
+    """Lengths of the answer with this key, cut at `max_tokens`; with `ignore_eos` it is drawn out to `max_tokens`."""
     chance = (int.from_bytes(key[:6], "big") + 0.5) / 2**48
     drawn = math.exp(math.log(lengths.mean) - lengths.sigma**2 / 2 + lengths.sigma * _NORMAL.inv_cdf(chance))
     words = max(4, min(round(drawn), lengths.cap))
@@ -120,6 +127,8 @@ def plan(key: bytes, thinking: bool, lengths: Lengths, max_tokens: int) -> Plan:
     answer = max(1, words - thought)
     if not thinking:
         thought = 0
+    if ignore_eos:
+        answer = max_tokens
     full = answer + 1 + (thought + 2 if thinking else 0)  # the end mark, and `</think>` with its blank line
     return Plan(key, thinking, thought, answer, min(full, max_tokens), "stop" if full <= max_tokens else "length")
 

@@ -1,8 +1,9 @@
 """Continuous batching in simulated time, for the stand-in.
 
-All requests of a batch gain tokens at the same pace, so one number, the tokens gained by a request that has been running
-since the start, tells when each of them is done. Time moves from one finished request to the next: the cost is a heap
-operation per request, whatever the length of its answer, and the result does not depend on how late a timer fires.
+All requests of a batch gain tokens at the same pace, so one number, the tokens gained by a request that has been
+running since the start, tells when each of them is done. Time moves from one finished request to the next: the cost
+is a heap operation per request, whatever the length of its answer, and the result does not depend on how late a timer
+fires.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Job:
 class Batch:
     """At most `capacity` running jobs within `pool` tokens; the others wait in order.
 
-    A step with b running jobs takes (base + per_job * b) * scale seconds and gives each of them one token. `on_finish(job)`
-    is called when a job has all its tokens. All times are seconds of the caller's clock.
+    A step with b running jobs takes (base + per_job * b) * scale seconds and gives each of them one token.
+    `on_finish(job)` is called when a job has all its tokens. All times are seconds of the caller's clock.
     """
 
     def __init__(

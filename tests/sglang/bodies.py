@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from .answers import Answer, prompt_token_ids
+from .answers import EOS, Answer, prompt_token_ids
 
 _ROLES = ("system", "assistant", "tool", "function", "developer", "latest_reminder", "root")
 
@@ -68,7 +69,9 @@ def check_request(body: Any) -> dict[str, Any] | None:
     for i, message in enumerate(messages):
         role = str(message.get("role")).lower() if isinstance(message, dict) else None
         if role != "user" and role not in _ROLES:
-            return invalid("value_error", f"'body', 'messages', {i}, 'role'", f"Value error, role must be one of {_ROLES}.")
+            return invalid(
+                "value_error", f"'body', 'messages', {i}, 'role'", f"Value error, role must be one of {_ROLES}."
+            )
         if role == "user" and not isinstance(message.get("content"), str | list):
             return invalid("string_type", f"'body', 'messages', {i}, 'content'", "Input should be a valid string")
     most = body.get("max_completion_tokens", body.get("max_tokens"))
@@ -101,9 +104,9 @@ def check_length(prompt: int, most: int | None, context: int) -> dict[str, Any] 
 
 
 def chat(
-    version: str, rid: str, created: int, request: dict[str, Any], answer: Answer, prompt: int, *, separate: bool
+    version: str, rid: str, request: dict[str, Any], answer: Answer, *, prompt: int, separate: bool
 ) -> dict[str, Any]:
-    """Body of a finished chat completion. `separate`: the server has a reasoning parser and the request wants it used."""
+    """Body of a finished chat completion. `separate`: there is a reasoning parser and the request wants it used."""
     new = version != "0.5.11"
     content: str | None = answer.content if separate else answer.raw
     reasoning = answer.reasoning if separate else None
@@ -117,7 +120,7 @@ def chat(
         "prompt_tokens_details": None,
         "reasoning_tokens": answer.reasoning_tokens,
     }
-    matched = answer.token_ids[-1] if answer.finish == "stop" and answer.token_ids else None
+    matched = EOS if answer.finish == "stop" else None
     choice: dict[str, Any] = {
         "index": 0,
         "message": message,
@@ -138,7 +141,7 @@ def chat(
     return {
         "id": rid,
         "object": "chat.completion",
-        "created": created,
+        "created": int(time.time()),
         "model": request.get("model") or "default",
         "choices": [choice],
         "usage": usage,

@@ -2,9 +2,10 @@
 
     python tests/sglang/build_env.py [FOLDER]      # default: .cache/sglang-cpu under the repository root
 
-FOLDER gets `venv/` and, as the very last step, `stamp.json` with a hash of the recipe (this file, the requirement files,
-the stand-in for sgl_kernel, the Python version). A matching stamp makes the command a no-op; anything else, a build that
-was cut short included, is removed and built again. Needs about 2.8 GB of disk where PyTorch comes as a CPU build.
+FOLDER gets `venv/` and, as the very last step, `stamp.json` with a hash of the recipe (the steps below, the
+requirement files, the stand-in for sgl_kernel). A matching stamp makes the command a no-op; anything else, a
+build that was cut short included, is removed and built again. Needs about 2.8 GB of disk where PyTorch comes as a CPU
+build.
 
 PyTorch is installed first and by pip, because pip follows the machine's own configuration (a local wheel folder, an
 index of CPU builds); without such a configuration PyPI's Linux wheel of PyTorch brings several GB of CUDA libraries,
@@ -17,6 +18,7 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import inspect
 import json
 import os
 import shutil
@@ -44,8 +46,8 @@ class BuildError(Exception):
 
 def recipe_hash() -> str:
     """Hash of everything that decides what the environment holds."""
-    digest = hashlib.sha256(f"{sys.version_info[:2]} {sys.platform}".encode())
-    for file in (Path(__file__).resolve(), REQUIREMENTS, NO_DEPS, KERNEL_STANDIN):
+    digest = hashlib.sha256(inspect.getsource(_fill).encode())
+    for file in (REQUIREMENTS, NO_DEPS, KERNEL_STANDIN):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
@@ -87,7 +89,9 @@ def build(folder: Path = DEFAULT_FOLDER, *, uv: str | None = None, torch_backend
 def _fill(folder: Path, uv: str | None, torch_backend: str | None) -> Path:
     """Create the venv and install everything into it."""
     python = python_of(folder)
-    base = getattr(sys, "_base_executable", sys.executable)  # a venv made from a venv's python breaks when that one goes
+    base = getattr(
+        sys, "_base_executable", sys.executable
+    )  # a venv made from a venv's python breaks when that one goes
     _run("create venv", [base, "-m", "venv", folder / "venv"])
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     uv_pip = [uv, "pip", "install", "--quiet", "--python", python] if uv else pip
@@ -97,7 +101,9 @@ def _fill(folder: Path, uv: str | None, torch_backend: str | None) -> Path:
     _run("install torch", [*uv_pip, f"--torch-backend={torch_backend}", torch] if torch_backend else [*pip, torch])
     _run("install requirements", [*uv_pip, "-r", REQUIREMENTS])
     _run("install sglang", [*uv_pip, "--no-deps", "-r", NO_DEPS])
-    site = Path(_run("find site-packages", [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
+    site = Path(
+        _run("find site-packages", [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip()
+    )
     # torchvision registers shape functions for its C++ operators at import. Those operators are built against one exact
     # build of torch and are absent beside the CPU one; SGLang uses torchvision's Python image transforms only.
     (site / "torchvision" / "_meta_registrations.py").write_text("")
@@ -115,7 +121,7 @@ def _only_one_builder(folder: Path) -> Iterator[None]:
 
 def _run(step: str, command: list[str | Path], env: dict[str, str] | None = None) -> str:
     """Run one step and return its output; a failure becomes a BuildError with the end of what it printed."""
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=env)
+    done = subprocess.run([str(part) for part in command], check=False, capture_output=True, text=True, env=env)
     if done.returncode:
         tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-15:])
         raise BuildError(f"{step} failed (exit {done.returncode}):\n{tail}")

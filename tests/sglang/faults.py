@@ -1,8 +1,8 @@
 """Faults that the stand-in shows when told to.
 
-A fault is a name and options, as in `{"refuse": {"rate": 0.1}, "crash": {"after": 100}}`; `true` means no options. They
-come from the command line (`--standin-faults JSON`) or, while the server runs, from POST /_standin/faults (which replaces
-all of them; `{}` ends them, GET shows them).
+A fault is a name and options, as in `{"refuse": {"rate": 0.1}, "crash": {"after": 100}}`; `true` means no options.
+They come from the command line (`--standin-faults JSON`) or, while the server runs, from POST /_standin/faults (which
+replaces all of them; `{}` ends them, GET shows them).
 
 Options that select requests, for each fault; all that are given must hold:
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from .answers import Lengths
 
 FLAGS = Path(__file__).with_name("launch_flags.tsv")
 VERSIONS = ("0.5.11", "0.5.23")
-_TYPES: dict[str, type] = {"int": int, "float": float, "str": str}
+_TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "json": json.loads}
 
 
 def build_parser(version: str) -> argparse.ArgumentParser:
@@ -23,18 +24,28 @@ def build_parser(version: str) -> argparse.ArgumentParser:
     own = parser.add_argument_group("stand-in")
     own.add_argument("--standin-version", choices=VERSIONS, default=VERSIONS[-1], help="whose shapes to show")
     own.add_argument("--standin-boot-delay", type=float, default=0.0, metavar="S", help="seconds before the port opens")
-    own.add_argument("--standin-time-scale", type=float, default=1.0, metavar="X", help="all times of the batch, times X")
-    own.add_argument("--standin-speed", type=float, default=1.0, metavar="X", help="speed of this GPU; 0.83 is 17 %% slow")
+    own.add_argument(
+        "--standin-time-scale", type=float, default=1.0, metavar="X", help="all times of the batch, times X"
+    )
+    own.add_argument(
+        "--standin-speed", type=float, default=1.0, metavar="X", help="speed of this GPU; 0.83 is 17 %% slow"
+    )
     own.add_argument(
         "--standin-step-ms",
         default="3.72,0.356,0.02",
         metavar="A,B,P",
-        help="a step with b requests takes A+B*b ms, a prompt token P ms (default: 245 tok/s alone, 2300 tok/s with 48)",
+        help="a step with b requests takes A+B*b ms, a prompt token P ms (default: 245 tok/s alone, 2300 with 48)",
     )
-    own.add_argument("--standin-lengths", default="600,0.6,16384", metavar="MEAN,SIGMA,CAP", help="log-normal, in tokens")
-    own.add_argument("--standin-thought", type=float, default=0.6, metavar="X", help="share of an answer that is thought")
+    own.add_argument(
+        "--standin-lengths", default="600,0.6,16384", metavar="MEAN,SIGMA,CAP", help="log-normal, in tokens"
+    )
+    own.add_argument(
+        "--standin-thought", type=float, default=0.6, metavar="X", help="share of an answer that is thought"
+    )
     own.add_argument("--standin-accept-length", type=float, default=3.6, metavar="X", help="shown with speculation on")
-    own.add_argument("--standin-hybrid-slots", type=int, metavar="N", help="a hybrid model whose state pool has N slots")
+    own.add_argument(
+        "--standin-hybrid-slots", type=int, metavar="N", help="a hybrid model whose state pool has N slots"
+    )
     own.add_argument("--standin-faults", default="{}", metavar="JSON", help="see faults.py")
     own.add_argument("--standin-record", "--record", type=Path, metavar="FILE", help="JSON lines of all requests")
     return parser
@@ -83,16 +94,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def server_args(args: argparse.Namespace) -> dict[str, Any]:
     """SGLang's own settings among the parsed ones, as /server_info shows them."""
-    own = {"step_ms", "lengths", "faults"}
+    own = {"step_ms", "lengths", "faults", "context", "pool", "effective", "config"}
     return {k: v for k, v in vars(args).items() if k not in own and not k.startswith("standin_")}
 
 
 def resolve(args: argparse.Namespace) -> list[str]:
-    """Set `context_length`, `max_total_tokens` and `effective` (requests run at once) as SGLang would; returns log lines.
+    """Set `context_length`, `max_total_tokens` and `effective` (requests run at once) as SGLang would; returns log
+    lines.
 
-    With speculation and no --max-running-requests the latter silently becomes 48. A hybrid model's pool of states limits
-    it too: N slots at the default --mamba-full-memory-ratio of 0.9, several of them per request unless the radix cache
-    is off. SGLang 0.5.23 logs that cap, 0.5.11 does not. Source: SGLang's speculative_hook.py, kv_cache_configurator.py.
+    With speculation and no --max-running-requests the latter silently becomes 48. A hybrid model's pool of states
+    limits it too: N slots at the default --mamba-full-memory-ratio of 0.9, several of them per request unless the
+    radix cache is off. SGLang 0.5.23 logs that cap, 0.5.11 does not. Source: SGLang's speculative_hook.py,
+    kv_cache_configurator.py.
     """
     lines = []
     args.context = args.context_length or 32768
@@ -115,7 +128,7 @@ def resolve(args: argparse.Namespace) -> list[str]:
 
 
 def _cap_by_states(args: argparse.Namespace, lines: list[str]) -> None:
-    ratio = args.mamba_full_memory_ratio
+    ratio = args.mamba_full_memory_ratio or 0.9
     slots = args.max_mamba_cache_size or int(args.standin_hybrid_slots * (ratio / (1 + ratio)) / (0.9 / 1.9))
     args.max_mamba_cache_size = slots
     strategy = getattr(args, "mamba_radix_cache_strategy", None) or getattr(args, "mamba_scheduler_strategy", None)

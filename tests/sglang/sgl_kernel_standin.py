@@ -8,7 +8,8 @@ Names that do not exist on CPU raise AttributeError, which SGLang's guarded impo
 already expect.
 """
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 _ALSO_IMPORTED_ON_CPU = frozenset({"verify_tree_greedy"})
 

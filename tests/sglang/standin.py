@@ -2,13 +2,15 @@
 
     python -m tests.sglang.standin --model-path M --port P [SGLang's launch options] [--standin-... options]
 
-For what the real server on CPU (build_env.py) cannot show: speculative decoding and its silent caps, thousands of answers
-per second, slow GPUs, and servers that fail in a chosen way at a chosen request (faults.py). Answers are a pure function
-of the request (answers.py), so a checker can derive them again. test_standin_against_real.py holds it to the real thing.
+For what the real server on CPU (build_env.py) cannot show: speculative decoding and its silent caps, thousands of
+answers per second, slow GPUs, and servers that fail in a chosen way at a chosen request (faults.py). Answers are a
+pure function of the request (answers.py), so a checker can derive them again. test_standin_against_real.py holds it
+to the real thing.
 
 Its own endpoints: POST /_standin/faults (turn faults on), GET /_standin/stats (what has been received and answered).
 The record (`--record FILE`) gets a line when a request arrives and one when it ends: number, key (of prompt, seed and
-thinking mode: equal keys are equal requests), rid, status, finish_reason. It is written at once, so it survives kill -9.
+thinking mode: equal keys are equal requests), rid, status, finish_reason. It is written at once and
+survives kill -9.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ class Server:
             prefill=prefill * scale,
             on_finish=self._on_finish,
         )
-        self.record = os.open(args.standin_record, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if args.standin_record else -1
+        self.record = (
+            os.open(args.standin_record, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if args.standin_record else -1
+        )
         self.loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._frozen_load: bodies.Load | None = None
@@ -117,9 +121,9 @@ class Server:
             detail = "Method Not Allowed" if known else "Not Found"
             return connection.respond(405 if known else 404, orjson.dumps({"detail": detail}))
         key = self.args.api_key
-        if key and path not in _FREE_OF_KEY and not path.startswith("/_standin/"):
-            if connection.headers.get("authorization") != f"Bearer {key}":
-                return connection.respond(401, b'{"error":"Unauthorized"}')
+        free = not key or path in _FREE_OF_KEY or path.startswith("/_standin/")
+        if not free and connection.headers.get("authorization") != f"Bearer {key}":
+            return connection.respond(401, b'{"error":"Unauthorized"}')
         return handler(connection)
 
     def chat(self, connection: Connection) -> None:
@@ -152,7 +156,8 @@ class Server:
         hits: Hits = {}
         if self.faults.active:
             hits = self.faults.hits(self.received, "\n".join(answers.text_of(m.get("content")) for m in messages))
-        chosen = answers.plan(key, thinking, self.args.lengths, most)
+        endless = bool(request.get("ignore_eos"))
+        chosen = answers.plan(key, thinking, self.args.lengths, most, ignore_eos=endless)
         if hits:
             chosen = change_plan(chosen, hits, most)
         rid = request.get("rid") or f"{next(self._rids) & (2**128 - 1):032x}"
@@ -204,7 +209,7 @@ class Server:
             if "under_report" in call.hits:
                 prompt = min(prompt, call.hits["under_report"].get("tokens", prompt // 2))
         parsed = bool(self.args.reasoning_parser) and call.request.get("separate_reasoning") is not False
-        body = bodies.chat(self.version, call.rid, int(time.time()), call.request, answer, prompt, separate=parsed)
+        body = bodies.chat(self.version, call.rid, call.request, answer, prompt=prompt, separate=parsed)
         if "misplaced" in call.hits:
             body["choices"][0]["message"]["content"] = None
         self.counters.requests += 1
@@ -274,7 +279,11 @@ class Server:
         if running and not self.batch.frozen:
             self.throughput = (total - tokens) / (now - before)
             load = self.load()
-            spec = f"accept len: {load.accept_length:.2f}, accept rate: {load.accept_rate:.2f}, " if load.accept_length else ""
+            spec = (
+                f"accept len: {load.accept_length:.2f}, accept rate: {load.accept_rate:.2f}, "
+                if load.accept_length
+                else ""
+            )
             log(
                 f"Decode batch, #running-req: {running}, #token: {load.held_tokens}, "
                 f"token usage: {load.held_tokens / load.pool:.2f}, {spec}cuda graph: True, "

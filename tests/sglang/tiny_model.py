@@ -1,11 +1,13 @@
-"""Make a tiny Qwen3 model folder that the real SGLang serves on CPU: `python tests/sglang/tiny_model.py OUT [--seed N]`.
+"""Make a tiny Qwen3 model folder that the real SGLang serves on CPU: `python tests/sglang/tiny_model.py OUT [--seed
+N]`.
 
 Runs inside the environment of build_env.py (it needs torch, transformers and tokenizers). 1 MB of weights, two layers,
 4096 tokens of context, a chat template with thinking mode.
 
-The weights are random except for a few dimensions of the hidden state that carry the kind of the last token, "thought" or
-"answer". They make the model speak like a thinking model: a thought of random words, `</think>`, an answer of random
-words, end. Everything else (which words, how they depend on the prompt) is left to chance, with a fixed seed.
+The weights are random except for a few dimensions of the hidden state that carry the kind of the last token,
+"thought" or "answer". They make the model speak like a thinking model: a thought of random words, `</think>`, an
+answer of random words, end. Everything else (which words, how they depend on the prompt) is left to chance, with a
+fixed seed.
 """
 
 from __future__ import annotations
@@ -121,9 +123,9 @@ def _write_grammar(
 ) -> None:
     """Give the first MARKED dimensions of the hidden state, which only the last token sets, their meaning.
 
-    With the kind at K after the final norm, a word of the right kind has the logit K + noise, any other token -K, and the
-    mark that ends the part ln(words / length) more than a word, so it comes after `length` tokens on average. `</think>`
-    is always followed by a blank line, and neither part can end on its first token.
+    With the kind at K after the final norm, a word of the right kind has the logit K + noise, any other token -K, and
+    the mark that ends the part ln(words / length) more than a word, so it comes after `length` tokens on average.
+    `</think>` is always followed by a blank line, and neither part can end on its first token.
     """
     close, end = tokenizer.convert_tokens_to_ids(["</think>", "<|im_end|>"])
     blank, newline = tokenizer.encode("\n\n")[0], tokenizer.encode("\n")[0]

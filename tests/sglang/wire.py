@@ -19,8 +19,8 @@ _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 class Connection(asyncio.Protocol):
     """One client connection. `handle(connection)` is called per request and answers now or later by `respond`.
 
-    While it is called, `method`, `path`, `query`, `headers` (lower-case names) and `body` describe the request. `on_lost`
-    may be set to learn that the client has gone before its answer.
+    While it is called, `method`, `path`, `query`, `headers` (lower-case names) and `body` describe the request.
+    `on_lost` may be set to learn that the client has gone before its answer.
     """
 
     def __init__(self, handle: Callable[[Connection], None]) -> None:

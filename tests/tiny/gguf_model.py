@@ -9,7 +9,8 @@ The weights are not trained but written down. One residual vector of 128 numbers
 Attention looks at prompt text alone (single bytes; the model's own words are whole tokens). The rotary embedding lets
 each of its heads see every 16th byte only, counted back from the present token: the order of the bytes counts, and each
 next word is steered by other bytes. The output matrix holds log-probabilities of the grammar, by state, plus a random
-direction in mood space for each word: which words come depends on the prompt, what may follow what does not.
+direction in mood space for each word: which words come depends on the prompt, what may follow what does not. (A single
+changed byte may leave a short answer as it is, with the same seed; the longer the answer, the less likely that is.)
 
 The bytes that a head sees weigh exactly the same and hold +-1, so that even half-precision sums are exact in any order:
 batches of any make-up give the same logits, and the same seed the same answer.
@@ -36,15 +37,20 @@ SIGNATURE_AT, MOOD_AT = slice(64, 96), slice(96, 128)
 HEADS, HEAD = 8, 32
 PERIOD = 16  # bytes from one that a head sees to the next; a power of two keeps rotations exact
 FEED_FORWARD = 32
-WAVE, SLOWEST = 1, HEAD // 2 - 1  # pairs of rotary dimensions: one that turns once in PERIOD tokens, one that hardly turns
+# Pairs of rotary dimensions: one that turns once in PERIOD tokens, one that hardly turns.
+WAVE, SLOWEST = 1, HEAD // 2 - 1
 ROPE_BASE = (PERIOD / (2 * np.pi)) ** (HEAD / 2 / WAVE)
 EPSILON = 1e-6
 STATE_SIZE = 4.0  # of the one-hot, against 1.0 for each signature dimension
-SHARPNESS = 60.0  # of queries: a byte in step outweighs its neighbour by e**19, any byte outweighs other tokens by e**250
-ROW_SIZE = np.sqrt((STATE_SIZE**2 + SIGNATURE + 2) / WIDTH)  # root mean square of every embedding: what norms divide by
-KEY_SIZE = 1.965  # keys are cached in half precision: with this scale no wave value lies near a rounding boundary
+SHARPNESS = 60.0  # of queries: a byte in step outweighs its neighbours by e**19, and any byte all other tokens
+# Root mean square of every embedding: what norms divide by.
+ROW_SIZE = np.sqrt((STATE_SIZE**2 + SIGNATURE + 2) / WIDTH)
+# Keys are cached in half precision: with this scale no value of the wave lies near a rounding boundary.
+KEY_SIZE = 1.965
 MOOD_SIZE = 0.25  # small against the state, so that the final norm is nearly constant
-STEER, TIE_BREAK = 4.0, 0.3  # pull of the mood on words that are steered, and on forks (so that greedy text ends too)
+# Pull of the mood on words that are steered, and on forks (so that greedy text ends too).
+STEER, TIE_BREAK = 4.0, 0.3
+COMMON = " "  # bytes so frequent that they would make all moods alike
 FORBIDDEN = -30.0
 
 
@@ -55,7 +61,9 @@ class Knobs:
     Shares are probabilities at temperature 1; samplers that cut rare choices off (min-p, top-p) drop small ones.
     """
 
-    answer_clauses: int = 2  # mean clauses of about 7 tokens per answer, 1-256 (the nearest product of two numbers <= 16)
+    answer_clauses: int = (
+        2  # mean clauses of about 7 tokens per answer, 1-256 (the nearest product of two numbers <= 16)
+    )
     thought_sentences: int = 2  # mean sentences of about 6 tokens per thought, 1-8
     open_thoughts: float = 0.0  # share of thoughts that ramble on and never close
     looping_thoughts: float = 0.0  # share of thoughts that repeat one sentence for ever
@@ -80,9 +88,9 @@ def make_grammar(knobs: Knobs) -> g.Grammar:
     out = g.Grammar()
     for token in (g.THINK, g.END_THINK, g.THOUGHT_CUE, g.ANSWER_CUE):
         out.add((token,), token)
-    ramble, loop, heads = g.RAMBLE[0], g.LOOP[:1], g.THOUGHT_HEADS
+    ramble, loop, head = g.RAMBLE[0], g.LOOP[:1], g.THOUGHT_HEAD
     normal = 1 - knobs.open_thoughts - knobs.looping_thoughts
-    opening = ((heads, normal), (ramble, knobs.open_thoughts), (loop, knobs.looping_thoughts))
+    opening = ((head, normal), (ramble, knobs.open_thoughts), (loop, knobs.looping_thoughts))
     out.rule(g.THINK, *opening)
     # The leaky template does not open the thought, so the model does.
     out.rule(g.THOUGHT_CUE, *(((g.THINK,), 1.0),) if knobs.leak_tags else opening)
@@ -92,7 +100,7 @@ def make_grammar(knobs: Knobs) -> g.Grammar:
 
 
 def _add_thoughts(out: g.Grammar, knobs: Knobs) -> None:
-    out.add((*g.THOUGHT_HEADS, *g.THOUGHT_LINKS), "thought.start")
+    out.add((*g.THOUGHT_HEAD, *g.THOUGHT_LINKS), "thought.start")
     out.rule("thought.start", (g.THOUGHT[0], 1.0))
     out.fork(out.chain("thought", g.THOUGHT), (".\n",), g.THOUGHT_LINKS, knobs.thought_sentences)
     out.add((".\n",), "thought.end")
@@ -102,7 +110,7 @@ def _add_thoughts(out: g.Grammar, knobs: Knobs) -> None:
 
 
 def _add_answers(out: g.Grammar, knobs: Knobs) -> None:
-    beginning = ((g.ANSWER_HEADS, 1 - knobs.empty_answers), ((g.END_OF_TURN,), knobs.empty_answers))
+    beginning = ((g.ANSWER_HEAD, 1 - knobs.empty_answers), ((g.END_OF_TURN,), knobs.empty_answers))
     out.rule(g.END_THINK, *beginning)
     out.rule(g.ANSWER_CUE, *(((g.BOILERPLATE[:1], 1.0),) if knobs.boilerplate else beginning))
     out.rule("other", *beginning)
@@ -110,8 +118,7 @@ def _add_answers(out: g.Grammar, knobs: Knobs) -> None:
     out.add(g.CLAUSE_LINKS, "answer.link")
     out.rule("answer.link", (g.ANSWER[0], 1.0))
     last = out.chain("answer", g.ANSWER)
-    out.add(g.ANSWER_HEADS, "answer.0", steered=True)
-    out.add(g.SENTENCE_LINKS, "answer.0")
+    out.add((*g.ANSWER_HEAD, *g.SENTENCE_LINKS), "answer.0")
     # Two forks in a row, so that no choice is rarer than 1/16: whether the sentence ends, then whether the answer does.
     stop = (".",)
     out.fork(last, stop, g.CLAUSE_LINKS, clauses)
@@ -191,9 +198,9 @@ def _add_tokenizer(out: gguf.GGUFWriter, tokens: list[str], kinds: list[gguf.Tok
 
 
 def _signs(name: str, count: int) -> np.ndarray:
-    """`count` (at most 256) numbers of +1 or -1 that depend on the name only."""
-    digest = np.frombuffer(hashlib.sha256(name.encode()).digest(), dtype=np.uint8)
-    return np.unpackbits(digest)[:count].astype(np.float64) * 2 - 1
+    """`count` (a multiple of 8) numbers of +1 or -1 that depend on the name only."""
+    digest = np.frombuffer(hashlib.shake_256(name.encode()).digest(count // 8), dtype=np.uint8)
+    return np.unpackbits(digest).astype(np.float64) * 2 - 1
 
 
 def _levels(name: str) -> np.ndarray:
@@ -202,8 +209,8 @@ def _levels(name: str) -> np.ndarray:
     Of many levels, not two: moods are small fractions, and with signs alone two words would often be exactly as likely,
     and their order in the sampler, so the answer, a matter of the last bit.
     """
-    digest = np.frombuffer(hashlib.sha256(name.encode()).digest(), dtype=np.uint8)
-    return (digest[:MOOD] - 127.5) / 73.9
+    digest = np.frombuffer(hashlib.shake_256(name.encode()).digest(MOOD), dtype=np.uint8)
+    return (digest - 127.5) / 73.9
 
 
 def _ends(speech: g.Grammar, tokens: list[str]) -> dict[str, np.ndarray]:
@@ -218,7 +225,7 @@ def _ends(speech: g.Grammar, tokens: list[str]) -> dict[str, np.ndarray]:
         row[states[state]] = STATE_SIZE
         row[SIGNATURE_AT] = _signs(token, SIGNATURE)
         row[CONSTANT] = 1
-        row[IS_PROMPT] = 1 if state == "other" and len(token) == 1 else -1
+        row[IS_PROMPT] = 1 if state == "other" and len(token) == 1 and token not in COMMON else -1
     output = np.zeros((len(tokens), WIDTH))
     output[:, : len(states)] = FORBIDDEN / STATE_SIZE * ROW_SIZE
     for state, choices in speech.follows.items():

@@ -15,8 +15,8 @@ THOUGHT_CUE, ANSWER_CUE = "\n", "\n\n"
 
 Slots = tuple[tuple[str, ...], ...]
 
-# Clauses of 7 tokens and thoughts of 5: prime to the period of the attention, so that greedy text does not repeat itself.
-THOUGHT_HEADS = ("Okay, I", "Hmm, I", "Right, I")
+# Clauses have 7 tokens and thoughts 5: prime to the period of the attention, so that greedy text seldom circles.
+THOUGHT_HEAD = ("Okay, I",)
 THOUGHT: Slots = (
     (" weigh", " recall", " compare", " picture", " test"),
     (" what", " how", " why", " whether"),
@@ -33,7 +33,7 @@ RAMBLE: Slots = (
     (" before...\n", " usual...\n", " planned...\n", " it looks...\n"),
 )
 LOOP = ("Wait", ", did I", " already", " count", " those?", " Once", " more.\n")
-ANSWER_HEADS = ("The", "One", "Every", "Each")
+ANSWER_HEAD = ("The",)
 ANSWER: Slots = (
     (" the", " one", " every", " each"),
     (" miller", " wheel", " river", " baker", " mule", " sieve", " stone", " carter"),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import os
 import re
 import shutil
@@ -28,26 +29,23 @@ import orjson
 
 from ..errors import UserError
 from ..files import read_json_or_none, sha256_hex, write_json
+from .hub_errors import Retryable, explain, is_transient
+from .hub_files import FetchJob, RemoteFile, list_repo, safe_target, select, state_file
 from .inventory import BLOCK_BYTES, ByteCounter, FileEntry, now_text, run_parallel, stat_problem
-from .hub_errors import Retryable, Stopped, explain, is_transient
-from .hub_files import FetchJob, RemoteFile, list_repo, safe_target, select
 from .show import human_bytes
 
 WORKERS = 8
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 256 << 10
 TRIES = 3
 _WAIT_S = 1.0
-
-
-def state_file(store: Path, commit: str) -> Path:
-    """The store's own manifest of a commit: which of its files are there and verified."""
-    return store / f"{commit}.json"
 
 
 def main(arguments: list[str]) -> int:
     """Run the job given as the only argument."""
     job = FetchJob.from_json(arguments[0])
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Before the first event, because loading it can take longer than a download may stand still.
+    importlib.import_module("huggingface_hub.hf_api")
     tell("started")
     try:
         Fetch(job).run()
@@ -83,7 +81,7 @@ class Fetch:
         self.job = job
         self.store = Path(job.store)
         self.stop = threading.Event()
-        self.work = ByteCounter()
+        self.work = ByteCounter(self.stop)
         self.done = ByteCounter()
         self._state_lock = threading.Lock()
         self._entries: dict[str, FileEntry] = {}
@@ -115,13 +113,16 @@ class Fetch:
         wanted = {file.name for file in files}
         known = state.get("files", []) if isinstance(state, dict) else []
         self._entries = {entry["name"]: entry for entry in known if entry["name"] in wanted}
+        self._obtained_at = state["obtained_at"] if known and state["complete"] else None
 
     def _save_state(self, *, complete: bool) -> None:
+        if not complete:
+            self._obtained_at = None  # something was missing or wrong
         state = {
             "repo": self.job.repo,
             "commit": self.commit,
             "complete": complete,
-            "obtained_at": now_text(),
+            "obtained_at": self._obtained_at or now_text(),
             "files": sorted(self._entries.values(), key=lambda entry: entry["name"]),
         }
         write_json(state_file(self.store, self.commit), state)
@@ -149,7 +150,7 @@ class Fetch:
             return
         if target.is_file() and not target.is_symlink() and target.stat().st_size == file.size:
             hashes = Hashes(file)
-            hashes.add_file(target, file.size, self.work, self.stop)
+            hashes.add_file(target, file.size, self.work)
             if hashes.problem() is None:
                 self.done.add(file.size)
                 self._record(file, target, hashes.sha256)
@@ -180,16 +181,14 @@ class Hashes:
         if self._git:
             self._git.update(data)
 
-    def add_file(self, path: Path, size: int, work: ByteCounter, stop: threading.Event) -> None:
+    def add_file(self, path: Path, size: int, work: ByteCounter) -> None:
         """Add the first `size` bytes of a file."""
         with open(path, "rb", buffering=0) as handle:
             block = memoryview(bytearray(BLOCK_BYTES))
-            while size and not stop.is_set() and (count := handle.readinto(block[: min(size, BLOCK_BYTES)])):
+            while size and (count := handle.readinto(block[: min(size, BLOCK_BYTES)])):
                 self.add(block[:count])
                 work.add(count)
                 size -= count
-        if stop.is_set():
-            raise Stopped()
 
     @property
     def sha256(self) -> str:
@@ -238,7 +237,7 @@ class Download:
             size = 0
         handle.truncate(size)
         self.hashes = Hashes(self.file)
-        self.hashes.add_file(self.part, size, self.fetch.work, self.fetch.stop)
+        self.hashes.add_file(self.part, size, self.fetch.work)
         self._move_to(size)
         handle.seek(size)
 
@@ -249,8 +248,6 @@ class Download:
     def _receive_all(self, handle: Any) -> None:
         tries, last = 0, -1
         while self.position < self.file.size:
-            if self.fetch.stop.is_set():
-                raise Stopped()
             tries = tries + 1 if self.position <= last else 0
             last = self.position
             try:
@@ -275,8 +272,6 @@ class Download:
             if self.position and not _starts_at(response, self.position):
                 self._resume_from(handle, 0)
             for chunk in response.iter_bytes(CHUNK_BYTES):
-                if self.fetch.stop.is_set():
-                    raise Stopped()
                 self._keep(handle, chunk)
         if self.position < self.file.size:
             raise Retryable(f"{self.file.name} ended after {self.position} of {self.file.size} bytes")

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,7 +18,6 @@ import orjson
 
 from ..errors import UserError
 from ..logs import get_logger
-from .fetch import state_file
 from .hub_files import FetchJob
 from .locks import FileLock
 from .show import Progress, human_bytes
@@ -57,10 +56,9 @@ def fetch_repo(job: FetchJob, lock: FileLock, *, stall: float, where: str, on_co
     """
     failures, best = 0, -1
     while True:
-        attempt = _run_once(job, lock, stall)
-        if attempt.commit and attempt.commit != job.revision:
-            job = FetchJob(**{**vars(job), "revision": attempt.commit})
-            on_commit(attempt.commit)
+        attempt = _run_once(job, lock, stall, on_commit)
+        if attempt.commit:
+            job = replace(job, revision=attempt.commit)
         if attempt.finished:
             return attempt.commit
         what, hint = attempt.error["what"], attempt.error["hint"]
@@ -69,13 +67,13 @@ def fetch_repo(job: FetchJob, lock: FileLock, *, stall: float, where: str, on_co
         failures = failures + 1 if attempt.best <= best else 1
         best = max(best, attempt.best)
         if failures > MAX_RESTARTS:
-            raise UserError(f"{what}, {failures} times in a row without a new byte", where=where, hint=hint)
+            raise UserError(f"{what}, after {MAX_RESTARTS} restarts that brought nothing new", where=where, hint=hint)
         delay = RESTART_DELAYS_S[min(failures, len(RESTART_DELAYS_S)) - 1]
         logger.warning("%s: %s; going on in %.0f s (restart %d of %d)", where, what, delay, failures, MAX_RESTARTS)
         time.sleep(delay)
 
 
-def _run_once(job: FetchJob, lock: FileLock, stall: float) -> _Attempt:
+def _run_once(job: FetchJob, lock: FileLock, stall: float, on_commit: Callable[[str], None]) -> _Attempt:
     """One process from start to end."""
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
@@ -87,7 +85,7 @@ def _run_once(job: FetchJob, lock: FileLock, stall: float) -> _Attempt:
             pass_fds=[lock.fileno()],
         )
         try:
-            attempt = _watch(process, stall)
+            attempt = _watch(process, stall, on_commit)
         finally:
             process.kill()
             process.wait()
@@ -103,10 +101,11 @@ def _run_once(job: FetchJob, lock: FileLock, stall: float) -> _Attempt:
 def _environment() -> dict[str, str]:
     package_parent = str(Path(__file__).resolve().parents[2])
     paths = [package_parent, os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    quiet = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    return {**quiet, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def _watch(process: subprocess.Popen[bytes], stall: float) -> _Attempt:
+def _watch(process: subprocess.Popen[bytes], stall: float, on_commit: Callable[[str], None]) -> _Attempt:
     """Follow a process's events until it ends, or until it moves nothing for `stall` seconds."""
     events: queue.Queue[dict[str, Any] | None] = queue.Queue()
     threading.Thread(target=_read_events, args=(process.stdout, events), daemon=True).start()
@@ -130,6 +129,7 @@ def _watch(process: subprocess.Popen[bytes], stall: float) -> _Attempt:
         kind = event.pop("event")
         if kind == "commit":
             attempt.commit = event["commit"]
+            on_commit(attempt.commit)
         elif kind == "progress":
             done = event["done"]
             attempt.best = max(attempt.best, done)
@@ -144,9 +144,13 @@ def _watch(process: subprocess.Popen[bytes], stall: float) -> _Attempt:
 
 
 def _read_events(pipe: IO[bytes], events: queue.Queue[dict[str, Any] | None]) -> None:
-    for line in pipe:
-        events.put(orjson.loads(line))
-    events.put(None)
+    try:
+        for line in pipe:
+            events.put(orjson.loads(line))
+    except (ValueError, OSError):
+        pass  # cut off by a kill, or closed by us: either way it was the last
+    finally:
+        events.put(None)
 
 
 def _last_line(errors: IO[bytes]) -> str:
@@ -160,11 +164,3 @@ def _last_line(errors: IO[bytes]) -> str:
         token = get_token()
         return last.replace(token, "***") if token else last
     return last
-
-
-def stored_commit(store: Path, commit: str) -> dict[str, Any] | None:
-    """The store's manifest of a commit, if all of it has come once."""
-    from ..files import read_json_or_none
-
-    state = read_json_or_none(state_file(store, commit))
-    return state if isinstance(state, dict) and state.get("complete") else None

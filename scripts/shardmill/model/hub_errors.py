@@ -15,10 +15,6 @@ class Retryable(Exception):
     """A fault of the network or the hub that may be gone a little later."""
 
 
-class Stopped(Retryable):
-    """Ended because another file of the same attempt failed, which is what will be reported."""
-
-
 def is_transient(error: BaseException) -> bool:
     """Whether a later attempt may go better. Transport errors are told by their module, httpx or httpx2."""
     if type(error).__name__ == "OfflineModeIsEnabled":  # a ConnectionError that the user asked for
@@ -40,8 +36,9 @@ def explain(error: Exception, job: FetchJob) -> tuple[str, str, bool]:
     from huggingface_hub import constants, get_token
 
     token = get_token()
-    what, hint = _explain(error, job, hub=re.sub(r"//[^/@]*@", "//", constants.ENDPOINT), has_token=bool(token))
-    text = " ".join(what.split())
+    what, hint = _explain(error, job, hub=constants.ENDPOINT, has_token=bool(token))
+    # Addresses of proxies and mirrors can carry a password.
+    text = re.sub(r"//[^/@\s]*@", "//", " ".join(what.split()))
     return text.replace(token, "***") if token else text, hint, is_transient(error)
 
 

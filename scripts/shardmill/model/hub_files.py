@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import orjson
 
 from ..errors import UserError
-from .selection import choose_files
+from ..files import read_json_or_none
+from .selection import check_model_files, choose_files, entry_name
 from .source import is_safe_name
 
 
@@ -39,6 +41,17 @@ class FetchJob:
         return FetchJob(**orjson.loads(text))
 
 
+def state_file(store: Path, commit: str) -> Path:
+    """The store's own manifest of a commit: which of its files are there and verified."""
+    return store / f"{commit}.json"
+
+
+def stored_commit(store: Path, commit: str) -> dict[str, Any] | None:
+    """The store's manifest of a commit, if all of it has come once."""
+    state = read_json_or_none(state_file(store, commit))
+    return state if isinstance(state, dict) and state.get("complete") else None
+
+
 @dataclass(frozen=True)
 class RemoteFile:
     """A file as the hub lists it. `sha256` is known for LFS files, `git_sha1` (of the blob) for the others."""
@@ -56,6 +69,8 @@ def list_repo(job: FetchJob) -> tuple[str, list[RemoteFile]]:
     info = HfApi().model_info(job.repo, revision=job.revision, files_metadata=True, timeout=30)
     if not re.fullmatch(r"[0-9a-f]{40}", info.sha or ""):
         raise UserError("the hub names no commit", hint="check HF_ENDPOINT")
+    if re.fullmatch(r"[0-9a-f]{40}", job.revision) and info.sha != job.revision:
+        raise UserError(f"the hub answers with commit {info.sha} when asked for {job.revision}")
     files = []
     for sibling in info.siblings or []:
         sha256 = sibling.lfs["sha256"] if sibling.lfs else None
@@ -88,6 +103,9 @@ def select(listed: list[RemoteFile], job: FetchJob) -> list[RemoteFile]:
     if not chosen:
         asked = f" that match model.files {list(job.patterns)}" if job.patterns else ""
         raise UserError(f"the repo holds no files{asked}", hint="check `model.source` and `model.files`")
+    # Asked before the first byte comes: a repo of twenty quantisations is a long download.
+    check_model_files(names, "")
+    entry_name(names, "")
     return chosen
 
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any
@@ -31,7 +31,7 @@ def model_digest(files: Iterable[FileEntry]) -> str:
 
 def now_text() -> str:
     """The time in UTC, to the second, as manifests hold it."""
-    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def stat_problem(path: Path, entry: FileEntry) -> str | None:
@@ -84,26 +84,43 @@ def describe_files(folder: Path, names: list[str], known: Iterable[FileEntry], *
     kept = [remembered[n] for n in names if n in remembered and not stat_problem(folder / n, remembered[n])]
     todo = sorted(set(names) - {entry["name"] for entry in kept})
     sizes = sum((folder / name).stat().st_size for name in todo)
-    counter = ByteCounter()
-    progress = Progress(logger, "hashing the model", sizes)
-    made = run_parallel(
-        lambda name: describe_file(folder, name, on_bytes=counter.add),
-        todo,
-        threads=threads,
-        tick=lambda: progress.update(counter.value),
-    )
+    made = hash_files(folder, todo, sizes, "hashing the model", threads=threads)
     keys = ("name", "size", "sha256", "mtime_ns")
     return sorted(({key: entry[key] for key in keys} for entry in [*kept, *made]), key=lambda entry: entry["name"])
 
 
-class ByteCounter:
-    """Bytes dealt with so far, added up by many threads."""
+def hash_files(folder: Path, names: list[str], total: int, label: str, *, threads: int) -> list[FileEntry]:
+    """`describe_file` for all of `names` (`total` bytes), in threads and with progress."""
+    progress, stop = Progress(logger, label, total), Event()
+    counter = ByteCounter(stop)
+    return run_parallel(
+        lambda name: describe_file(folder, name, on_bytes=counter.add),
+        names,
+        threads=threads,
+        tick=lambda: progress.update(counter.value),
+        stop=stop,
+    )
 
-    def __init__(self) -> None:
+
+class Stopped(Exception):
+    """A thread ended because another one failed, which is what will be reported."""
+
+
+class ByteCounter:
+    """Bytes dealt with so far, added up by many threads, and the place where they notice that they must end.
+
+    Args:
+        stop: once it is set, `add` raises Stopped.
+    """
+
+    def __init__(self, stop: Event | None = None) -> None:
         self._lock = Lock()
         self._value = 0
+        self._stop = stop
 
     def add(self, count: int) -> None:
+        if self._stop and self._stop.is_set():
+            raise Stopped
         with self._lock:
             self._value += count
 
@@ -118,9 +135,9 @@ def run_parallel(
     *,
     threads: int,
     tick: Callable[[], None],
-    stop: Event | None = None,
+    stop: Event,
 ) -> list[Any]:
-    """`work` on every item in threads; the first error ends all, by `stop` where the work looks at it."""
+    """`work` on every item in threads, in order; the first error sets `stop` and is raised once all have ended."""
     with ThreadPoolExecutor(max_workers=max(1, min(threads, len(items)))) as pool:
         futures = [pool.submit(work, item) for item in items]
         pending = set(futures)
@@ -131,8 +148,7 @@ def run_parallel(
                     future.result()
                 tick()
         except BaseException:
-            if stop:
-                stop.set()
+            stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
         return [future.result() for future in futures]

@@ -21,7 +21,7 @@ class FileLock:
     as long as it lives.
 
     Args:
-        path: file to lock; made if missing, never removed (removing a lock file is a race).
+        path: file to lock; made if missing.
         shared: several may hold it, but not beside one that is not shared.
         wait: wait for it; otherwise BlockingIOError if it is taken.
         waiting: logged once if it has to be waited for.
@@ -32,12 +32,30 @@ class FileLock:
     """
 
     def __init__(self, path: Path, *, shared: bool = False, wait: bool = True, waiting: str = "") -> None:
-        self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            self._acquire(fcntl.LOCK_SH if shared else fcntl.LOCK_EX, wait, waiting)
-        except BaseException:
+        self.path = path
+        self._descriptor: int | None = None
+        while True:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                self._acquire(fcntl.LOCK_SH if shared else fcntl.LOCK_EX, wait, waiting)
+                if self._is_current():
+                    return
+            except BaseException:
+                self.close()
+                raise
             self.close()
-            raise
+
+    def _is_current(self) -> bool:
+        """Whether the locked file is still the one at the path; while we waited it may have been removed."""
+        try:
+            return os.path.samestat(os.fstat(self.fileno()), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def remove(self) -> None:
+        """Remove the lock's file, and let go. Only for a holder that shares it with nobody."""
+        self.path.unlink(missing_ok=True)
+        self.close()
 
     def _acquire(self, mode: int, wait: bool, waiting: str) -> None:
         try:

@@ -90,15 +90,17 @@ def check_model_files(names: list[str], where: str, *, required: Iterable[str] =
         )
 
 
-def entry_name(names: list[str], where: str) -> str | None:
+def entry_name(names: list[str], where: str, *, prefer_gguf: bool = False) -> str | None:
     """Which of the files a server is given: the single GGUF model, or None for the whole folder.
+
+    Where there are other weights too, that is the folder, or with `prefer_gguf` the GGUF model.
 
     Raises:
         UserError: several GGUF models, and nothing that says which one is meant.
     """
     weights = [name for name in names if is_weights(name)]
     models = [name for name in weights if name.endswith(".gguf")]
-    if not models or len(models) < len(weights):
+    if not models or (len(models) < len(weights) and not prefer_gguf):
         return None
     parts = {name: _GGUF_PART.fullmatch(name) for name in models}
     first = [name for name, part in parts.items() if part is None or int(part["part"]) == 1]

@@ -227,8 +227,7 @@ def _line_batches(blocks: Iterable[bytes], path: str) -> Iterator[Batch]:
         numbers: Sequence[int] = range(number, number + len(lines))
         number += len(lines)
         # The least line in byte order tells at C speed whether any line can be blank.
-        if min(lines) < FIRST_PRINTABLE or lines[-1].endswith(b"\r"):
-            lines[-1] = lines[-1].removesuffix(b"\r")
+        if min(lines) < FIRST_PRINTABLE:
             kept = [(line, at) for line, at in zip(lines, numbers, strict=True) if line.strip(BLANKS)]
             if not kept:
                 continue

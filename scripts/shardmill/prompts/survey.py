@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..files import read_json_or_none
 from ..errors import UserError
+from ..files import read_json_or_none
 from .source import WHERE, Batch, check_unchanged, iter_batches, open_source
 
 

@@ -1,0 +1,43 @@
+# The two commands that matter: `make run` (a first dataset) and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help env dev run test lint lock docs clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST) | column -s: -t
+
+env: $(VENV)/.env ## build the environment, so that .venv/bin/snakemake is there
+dev: $(VENV)/.dev ## the same, with what tests and checks need
+
+$(VENV)/.env: envs/requirements.lock
+	@$(PYTHON) envs/build.py $(VENV) envs/requirements.lock
+	@touch $@
+
+$(VENV)/.dev: envs/requirements-dev.lock $(VENV)/.env
+	@$(PYTHON) envs/build.py $(VENV) envs/requirements-dev.lock
+	@touch $@
+
+run: env ## make the demo dataset: a real model, real answers
+	@$(BIN)/snakemake --cores 7
+
+test: dev ## all tests
+	@$(BIN)/python -m pytest -q
+
+lint: dev ## what CI checks beside the tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/snakefmt --check Snakefile rules
+	$(BIN)/snakemake --lint
+
+lock: ## resolve the lock files anew (needs uv)
+	uv pip compile --universal --generate-hashes --python-version 3.11 --no-annotate --no-header -q envs/requirements.in -o envs/requirements.lock
+	uv pip compile --universal --generate-hashes --python-version 3.11 --no-annotate --no-header -q -c envs/requirements.lock envs/requirements-dev.in -o envs/requirements-dev.lock
+
+docs: dev ## docs/config.md and the schema, from the configuration's models
+	@$(BIN)/python scripts/document_config.py
+
+clean: ## remove what tests and tools left; results/ stays
+	rm -rf .pytest_cache .ruff_cache .hypothesis .cache
