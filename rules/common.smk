@@ -35,8 +35,13 @@ def get_completions(wildcards):
 
 def get_results(wildcards):
     """All that a finished run holds."""
-    return [layout.dataset, layout.dataset_rejects, layout.manifest, *map(layout.completions, plan.shards)]
+    return [
+        layout.dataset,
+        layout.dataset_rejects,
+        layout.manifest,
+        *map(layout.completions, plan.shards),
+    ]
 
 
-def is_pending(shard):
-    return shard in plan.pending
+def needs_servers(shard):
+    return shard in plan.unanswered

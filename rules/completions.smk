@@ -16,11 +16,11 @@ rule generate:
         layout.log("completions", "{shard}.log"),
     benchmark:
         layout.log("benchmarks", "generate.{shard}.tsv")
+    conda:
+        "../envs/pipeline.yaml"
     params:
         prompts=lambda wildcards: plan.digests[wildcards.shard],
         answers=plan.answers,
-    conda:
-        "../envs/pipeline.yaml"
     message:
         "Answering shard {wildcards.shard}"
     script:

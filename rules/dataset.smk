@@ -15,11 +15,11 @@ rule merge:
         layout.log("dataset", "completions.log"),
     benchmark:
         layout.log("benchmarks", "merge.tsv")
-    params:
-        level=plan.config.output.zstd_level,
-    threads: workflow.cores
     conda:
         "../envs/pipeline.yaml"
+    threads: workflow.cores
+    params:
+        level=plan.config.output.zstd_level,
     message:
         "Merging the dataset"
     script:

@@ -10,12 +10,12 @@ rule download:
         layout.log("model", "manifest.log"),
     benchmark:
         layout.log("benchmarks", "download.tsv")
-    params:
-        source=plan.config.model.source,
-        files=plan.config.model.files,
     retries: 0
     conda:
         "../envs/pipeline.yaml"
+    params:
+        source=plan.config.model.source,
+        files=plan.config.model.files,
     message:
         "Getting the model"
     script:
@@ -46,9 +46,9 @@ rule clean_ram:
     """Free the RAM disk: snakemake clean_ram."""
     log:
         layout.log("model", "clean_ram.log"),
+    localrule: True
     conda:
         "../envs/pipeline.yaml"
-    localrule: True
     message:
         "Freeing the RAM disk"
     script:

@@ -13,10 +13,10 @@ rule prepare_prompts:
         layout.log("prompts", "index.log"),
     benchmark:
         layout.log("benchmarks", "prepare_prompts.tsv")
-    params:
-        key=plan.prompts_key,
     conda:
         "../envs/pipeline.yaml"
+    params:
+        key=plan.prompts_key,
     message:
         "Cutting {input.prompts} into shards"
     script:

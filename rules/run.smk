@@ -1,10 +1,33 @@
-# The run itself: who owns it, and what is said at its end. Needs and makes nothing but the run's lock.
+# The run itself: who owns it, and what a person sees of it. Needs and makes nothing but the run's lock.
+import logging
+
 from shardmill import session
+
+# Scripts say what they did, once, in their own words; Snakemake's account of the same stays in its log file.
+CHATTER = (
+    "Select jobs to execute",
+    "Execute ",
+    "RuleException:",
+    "Finished jobid",
+    "Removing output files of failed",
+)
+
+
+def is_for_people(record):
+    """Whether a line of Snakemake's belongs on the console of a run."""
+    event = str(getattr(record, "event", ""))
+    return event not in (
+        "progress",
+        "job_finished",
+    ) and not record.getMessage().startswith(CHATTER)
 
 
 onstart:
     try:
         session.begin(plan.config)
+        for handler in logging.getLogger("snakemake.logging").handlers:
+            if not isinstance(handler, logging.FileHandler):
+                handler.addFilter(is_for_people)
         print(f"shardmill: {plan.opening_line()}", file=sys.stderr)
     except UserError as error:
         sys.exit(f"shardmill: error: {error}")

@@ -243,13 +243,21 @@ def test_kill_9_at_any_moment_loses_no_acknowledged_answer(path: Path):
         assert len(journal) <= len(acknowledged) + 20, "at most one unacknowledged answer of each child"
 
 
+HOLDER = """
+import sys
+from shardmill.journal import Journal
+journal = Journal(sys.argv[1])
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
 def hold(path: Path) -> subprocess.Popen[bytes]:
     """A child that has the journal open until its standard input ends."""
-    code = "import sys; from shardmill.journal import Journal\nj = Journal(sys.argv[1]); print(flush=True); sys.stdin.read()"
     child = subprocess.Popen(
-        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRONMENT
+        [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRONMENT
     )
-    assert child.stdout.readline() == b"\n"
+    assert child.stdout.readline() == b"open\n"
     return child
 
 

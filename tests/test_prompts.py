@@ -447,7 +447,9 @@ def test_cached_survey_believes_the_index_only_about_the_same_file(tmp_path: Pat
     assert cached_survey(str(path), 4, index_path) == survey(str(path), 4)
     os.utime(path, ns=(1, 1))
     assert cached_survey(str(path), 3, index_path) == survey(str(path), 3)
-    for damage in (b"{", b"[]", b"{}", b'{"path": 1}'):
+    recorded = split(config)
+    recorded["shards"][0]["digest"] = "0" * 64
+    for damage in (b"{", b"[]", b"{}", b'{"path": 1}', orjson.dumps(recorded)):
         index_path.write_bytes(damage)
         assert cached_survey(str(path), 3, index_path) == survey(str(path), 3)
 
@@ -547,7 +549,7 @@ def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path, monkeypatch: p
         for at, block in enumerate(blocks(*args)):
             if at == 3:
                 with path.open("ab") as handle:
-                    handle.write(b'{"id": "late", "prompt": "x"}\n')
+                    handle.write(b'{"prompt": "late %d"}\n' % path.stat().st_size)
             yield block
 
     monkeypatch.setattr(source, "_blocks", append_meanwhile)
@@ -559,7 +561,7 @@ def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path, monkeypatch: p
 
 
 def split_script(preamble: str = "") -> list[str]:
-    """A command that splits by the configuration on stdin; it prints the count of prompts and its peak memory in KiB."""
+    """A command that splits by the configuration on stdin; it prints the prompts' count and its peak memory in KiB."""
     script = f"""
 import json, resource, sys
 sys.path.insert(0, {str(REPO / "scripts")!r})

@@ -225,21 +225,24 @@ def test_a_server_goes_when_its_run_has_no_owner_for_long(make_run: Callable[...
 
 def test_sigterm_ends_a_server_with_a_request_in_flight(make_run: Callable[..., Run]) -> None:
     run = make_run()
+    run.settings["engine"]["llamacpp"] = {"context_length": 32768, "slots": 1}
     supervisor = run.start().identity("supervisor")
     outcome: list[Any] = []
 
     def ask() -> None:
         try:
-            outcome.append(run.ask(max_tokens=1900, ignore_eos=True))
+            outcome.append(run.ask(max_tokens=32000, ignore_eos=True))
         except requests.RequestException as error:
             outcome.append(error)
 
     asking = threading.Thread(target=ask)
     asking.start()
+    engine = LlamaCpp()
+    eventually(lambda: (load := engine.load(run.place, timeout=2)) and load.running == 1)
     os.kill(run.pid("supervisor"), signal.SIGTERM)
     eventually(lambda: not is_alive(supervisor))
     asking.join(10)
-    assert outcome
+    assert isinstance(outcome[0], requests.RequestException)
     assert run.engine_is_gone() and not run.ready.exists() and run.state() is None
 
 
@@ -350,11 +353,33 @@ def test_a_context_the_model_does_not_have_is_refused(make_run: Callable[..., Ru
         run.start()
 
 
-def test_a_start_that_takes_too_long_fails(make_run: Callable[..., Run]) -> None:
-    run = make_run(start_timeout=0.01)
-    with pytest.raises(UserError, match=r"no answer within 0 s \(servers.start_timeout\)"):
+def hang_while_loading(run: Run, folder: Path) -> None:
+    """A model that the engine waits for without end: a pipe that nobody writes to."""
+    run.model = folder / "pipe.gguf"
+    os.mkfifo(run.model)
+
+
+def test_a_start_that_takes_too_long_fails(make_run: Callable[..., Run], tmp_path: Path) -> None:
+    run = make_run(start_timeout=2)
+    hang_while_loading(run, tmp_path)
+    with pytest.raises(UserError, match=r"server 0: no answer within 2 s \(servers.start_timeout\): \w+"):
         run.start()
     assert run.state() == "failed" and not run.ready.exists() and run.engine_is_gone()
+
+
+def test_a_start_ends_with_the_job_that_wants_it(make_run: Callable[..., Run], tmp_path: Path) -> None:
+    run = make_run()
+    hang_while_loading(run, tmp_path)
+    code = "import sys, orjson; from pathlib import Path; from shardmill.launch import start_server; "
+    code += "from shardmill.load_config import load_config; "
+    code += "start_server(load_config(orjson.loads(sys.argv[1])), '0', Path(sys.argv[2]), 'digest')"
+    command = [sys.executable, "-c", code, orjson.dumps(run.settings).decode(), str(run.model)]
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": SCRIPTS}) as job:
+        eventually(lambda: run.state() == "starting" and run.status.identity("engine"))
+        supervisor = run.status.identity("supervisor")
+        job.kill()
+    eventually(lambda: not is_alive(supervisor))
+    assert run.engine_is_gone() and run.state() is None
 
 
 # Readiness files that lie

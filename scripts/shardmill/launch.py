@@ -101,16 +101,14 @@ def _await_port(config: Config, where: ServerPlace) -> None:
         except OSError as error:
             raise UserError(f"cannot listen on {where.host!r}: {error.strerror}", where="servers.host") from None
         if not _is_ours(config.layout, where.port) or time.monotonic() > deadline:
-            raise port_in_use(where)
+            raise UserError(port_in_use(where), where=f"server {where.name}")
         time.sleep(0.2)
 
 
-def port_in_use(where: ServerPlace) -> UserError:
-    return UserError(
-        f"port {where.port} is in use by {port_holder(where.port)}",
-        where=f"server {where.name}",
-        hint="stop that process, or set servers.port to a range that is free",
-    )
+def port_in_use(where: ServerPlace) -> str:
+    """What is said of a port that somebody else has."""
+    holder = port_holder(where.port)
+    return f"port {where.port} is in use by {holder}; stop that process, or set servers.port to a range that is free"
 
 
 def _is_ours(layout: Layout, port: int) -> bool:

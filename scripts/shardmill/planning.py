@@ -7,6 +7,7 @@ a readiness file without a server behind it, a damaged staged copy, an index who
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,7 @@ from .load_config import load_config
 from .model.staging import staged_file, staging_problem
 from .prompts.shards import damaged_shards
 from .prompts.survey import Survey, cached_survey
-from .shard_files import is_complete, locked_model_digest
+from .shard_files import is_answered, is_complete, locked_model_digest
 
 
 @dataclass
@@ -51,14 +52,20 @@ class Plan:
 
     @cached_property
     def pending(self) -> frozenset[str]:
-        """Shards that still have something to generate."""
-        model = locked_model_digest(self.layout)
+        """Shards whose files are not there, or were made of something else."""
+        return self._shards_not(is_complete)
+
+    @cached_property
+    def unanswered(self) -> frozenset[str]:
+        """Those of them that need servers: the others' answers are all in their journals."""
+        return self._shards_not(is_answered) & self.pending
+
+    def _shards_not(self, predicate: Callable[..., bool]) -> frozenset[str]:
+        made_of = {"answers": self.answers, "model_digest": locked_model_digest(self.layout)}
         return frozenset(
             shard
             for shard in self.shards
-            if not is_complete(
-                self.layout, shard, prompts_digest=self.digests[shard], answers=self.answers, model_digest=model
-            )
+            if not predicate(self.layout, shard, prompts_digest=self.digests[shard], **made_of)
         )
 
     @property

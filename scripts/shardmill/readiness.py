@@ -12,6 +12,7 @@ from .engines.base import Answer, Engine, ServerPlace
 from .engines.openai import post_chat
 
 PROBE_TOKENS = 8
+ATTEMPT_SECONDS = 300.0  # for one answer: the first may have kernels to compile, but requests do get lost
 _INTERVAL = 0.2  # seconds between attempts
 _FINAL_IN_A_ROW = 3  # refusals of the request itself, after which waiting longer is in vain
 
@@ -47,7 +48,7 @@ class Probe:
         final_in_a_row = 0
         while not self._stopped.is_set() and (left := self._deadline - time.monotonic()) > 0:
             try:
-                status, body = post_chat(self._place, self._body, timeout=left)
+                status, body = post_chat(self._place, self._body, timeout=min(left, ATTEMPT_SECONDS))
             except requests.Timeout:
                 self.last_fault = "its port is open, but it does not answer"
             except requests.RequestException as error:

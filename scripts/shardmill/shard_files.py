@@ -144,11 +144,23 @@ def is_complete(layout: Layout, shard: str, *, prompts_digest: str, answers: str
     Args:
         model_digest: the run's locked model; None if none is locked yet, then nothing is complete.
     """
+    files = (layout.completions(shard), layout.rejects(shard))
+    return all(path.exists() for path in files) and _made_of(layout, shard) == (prompts_digest, answers, model_digest)
+
+
+def is_answered(layout: Layout, shard: str, *, prompts_digest: str, answers: str, model_digest: str | None) -> bool:
+    """Whether a shard was finished from these prompts under these settings, and its journal is still there.
+
+    Then its files can be made again with no server.
+    """
+    return layout.journal(shard).exists() and _made_of(layout, shard) == (prompts_digest, answers, model_digest)
+
+
+def _made_of(layout: Layout, shard: str) -> tuple[Any, ...] | None:
     stats = read_json_or_none(layout.stats(shard))
-    if not isinstance(stats, dict) or not layout.completions(shard).exists() or not layout.rejects(shard).exists():
-        return False
-    made_of = (stats.get("prompts_digest"), stats.get("answers_fingerprint"), stats.get("model_digest"))
-    return made_of == (prompts_digest, answers, model_digest)
+    if not isinstance(stats, dict):
+        return None
+    return stats.get("prompts_digest"), stats.get("answers_fingerprint"), stats.get("model_digest")
 
 
 def _input_fields(prompt: dict[str, Any]) -> dict[str, Any]:

@@ -101,8 +101,6 @@ class Supervisor:
             log.info("server %s: stopping: %s", self.name, end)
             self._shut_down(touch_files=not isinstance(end, Superseded))
             return 0
-        except UserError as error:
-            return self._fail(str(error.what if error.where == f"server {self.name}" else error))
         except _Down as down:
             return self._fail(str(down))
         except Exception as error:
@@ -115,7 +113,7 @@ class Supervisor:
 
         Raises:
             End: when the server is not wanted any more.
-            _Down, UserError: when it cannot be made to serve.
+            _Down: when it cannot be made to serve.
         """
         while True:
             try:
@@ -123,13 +121,18 @@ class Supervisor:
                 self._await_answer()
                 self._publish()
                 self._watch_engine()
-            except (_Down, UserError) as down:
-                cause = self._end_engine(str(down), quote=isinstance(down, _Down) and down.quote)
+            except _Down as down:
+                cause = self._end_engine(str(down), quote=down.quote)
                 if not self._published or self._external:
                     raise _Down(cause) from None
                 self._pause_before_restart(cause)
 
     def _start_engine(self) -> None:
+        """Start the engine; of an external one, only begin to look.
+
+        Raises:
+            _Down: if its port is taken, or it cannot be started.
+        """
         self.status.instance += 1
         self.status.running = self.status.queued = 0
         self.status.completion_tokens = self.status.prompt_tokens = None
@@ -138,13 +141,18 @@ class Supervisor:
         if self._external:
             self.status.model = self.config.engine.external.model
             return
-        if not self._await_own_port():
-            raise port_in_use(self._place)
-        launch = prepare(self.config, self._place, Path(self._spec["model"]))
-        environment = clean_environment() | launch.environment
         secrets = (self._place.api_key,) if self._place.api_key else ()
         log_file = self._layout.server_log(self.name)
-        self._process = EngineProcess(launch.command, environment, log_file, self._servers.stop_timeout, secrets)
+        try:
+            if not self._await_own_port():
+                raise _Down(port_in_use(self._place), quote=False)
+            launch = prepare(self.config, self._place, Path(self._spec["model"]))
+            environment = clean_environment() | launch.environment
+            self._process = EngineProcess(launch.command, environment, log_file, self._servers.stop_timeout, secrets)
+        except UserError as error:
+            raise _Down(str(error), quote=False) from None
+        except OSError as error:
+            raise _Down(f"the engine cannot be started: {error}", quote=False) from None
         log.info("server %s: engine start %d", self.name, self.status.instance)
 
     def _await_own_port(self) -> bool:
@@ -157,6 +165,7 @@ class Supervisor:
 
         Raises:
             _Down: if it ends, refuses, or does not answer in time.
+            End: when the server is not wanted any more.
         """
         timeout = self._servers.start_timeout
         deadline = time.monotonic() + timeout
@@ -170,7 +179,7 @@ class Supervisor:
                 if probe.refusal:
                     raise _Down(f"it refuses a plain request: {probe.refusal}", quote=False)
                 if time.monotonic() > deadline:
-                    raise _Down(f"no answer within {timeout:.0f} s (servers.start_timeout): {probe.last_fault}")
+                    raise _Down(f"no answer within {timeout:g} s (servers.start_timeout): {probe.last_fault}")
                 self._tick(0.2)
         finally:
             probe.stop()
@@ -182,7 +191,7 @@ class Supervisor:
             return
         holders = set(port_owners(self._place.port))
         if holders and not holders & self._process.pids():
-            raise port_in_use(self._place)
+            raise _Down(port_in_use(self._place), quote=False)
 
     def _publish(self) -> None:
         """Say `ready`, and write the readiness file unless this was a restart."""

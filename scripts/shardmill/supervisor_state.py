@@ -34,7 +34,7 @@ class ServerStatus:
         at: when this was written, seconds since the epoch.
         answered_at: when the engine last said its load, seconds since the epoch; None before the first time.
         last_progress_at: when tokens or requests last moved, or the server was last seen idle.
-        supervisor, reaper, engine: identities of the processes (`Identity.to_json`), None where there is none.
+        pids: identities (`Identity.to_json`) of `supervisor`, `reaper` and `engine`, None where there is none.
         message: what is wrong, in a line or a few; empty if nothing is.
     """
 

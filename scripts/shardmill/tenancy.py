@@ -72,6 +72,6 @@ class Tenancy:
             return
         if self._ownerless_since is None:
             self._ownerless_since = now
-            log.info("server %s: the run has no owner; stopping in %.0f s", self._server, self._linger)
+            log.info("server %s: the run has no owner; stopping in %g s", self._server, self._linger)
         if now - self._ownerless_since >= self._linger:
-            raise End(f"the run has had no owner for {self._linger:.0f} s")
+            raise End(f"the run has had no owner for {self._linger:g} s")

@@ -89,7 +89,7 @@ class Watch:
         """Why the engine must be restarted, or None."""
         now = time.monotonic()
         if now - self._moved_at > self._stall_after:
-            return f"the engine hangs: no token for {self._stall_after:.0f} s (servers.stall_after) while {self._busy}"
+            return f"the engine hangs: no token for {self._stall_after:g} s (servers.stall_after) while {self._busy}"
         if self._refused_since is not None and now - self._refused_since > REFUSED_SECONDS:
             return f"the engine lives, but its port has refused connections for {REFUSED_SECONDS:.0f} s"
         return None

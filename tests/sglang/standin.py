@@ -33,9 +33,9 @@ import orjson
 from . import answers, bodies, launch
 from .batch import Batch, Job
 from .faults import FaultError, Faults, Hits, change_answer, change_plan
-from .wire import METRICS, TEXT, Connection
+from .reports import Reports, log
+from .wire import TEXT, Connection
 
-REPORT = 0.5  # seconds between throughput readings
 _FREE_OF_KEY = ("/health", "/health_generate", "/metrics")
 
 
@@ -66,7 +66,6 @@ class Server:
         self.counters = bodies.Counters()
         self.statuses: Counter[int] = Counter()
         self.received = 0
-        self.throughput = 0.0
         self.ready = self.draining = False
         self.calls: dict[str, Call] = {}
         scale = args.standin_time_scale / args.standin_speed / 1000
@@ -84,19 +83,10 @@ class Server:
         )
         self.loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._frozen_load: bodies.Load | None = None
         self._rids = itertools.count(uuid.uuid4().int >> 1)
-        self._last = (self.loop.time(), 0)
+        self.reports = Reports(self)
         self._routes: dict[tuple[str, str], Callable[[Connection], None]] = {
             ("POST", "/v1/chat/completions"): self.chat,
-            ("GET", "/health"): self.health,
-            ("GET", "/health_generate"): self.health,
-            ("GET", "/server_info"): self.server_info,
-            ("GET", "/get_server_info"): self.server_info,
-            ("GET", "/model_info"): self.model_info,
-            ("GET", "/get_model_info"): self.model_info,
-            ("GET", "/v1/models"): self.models,
-            ("GET", "/v1/loads"): self.loads,
             ("POST", "/abort_request"): self.abort_request,
             ("POST", "/flush_cache"): self.flush_cache,
             ("GET", "/flush_cache"): self.flush_cache,
@@ -104,10 +94,7 @@ class Server:
             ("GET", "/_standin/faults"): self.show_faults,
             ("POST", "/_standin/faults"): self.set_faults,
         }
-        if self.version == "0.5.11":
-            self._routes["GET", "/get_load"] = self.get_load
-        if args.enable_metrics:
-            self._routes["GET", "/metrics"] = self.metrics
+        self._routes |= self.reports.routes()
         self._paths = {path for _method, path in self._routes}
 
     # Requests
@@ -174,7 +161,7 @@ class Server:
         self.calls[rid] = call
         connection.on_lost = lambda: self._client_gone(call)
         self.batch.add(call.job, self.loop.time())
-        self._arm()
+        self.arm()
 
     def _refused_by_fault(self, call: Call) -> bool:
         """Faults that end a request before it reaches the batch."""
@@ -242,7 +229,7 @@ class Server:
             tokens = self.batch.cancel(call.job, self.loop.time())
             self.counters.aborted += 1
             self._record_end(call, 0, "disconnected", tokens)
-            self._arm()
+            self.arm()
 
     def _write(self, call: Call, what: dict[str, Any]) -> None:
         what |= {"time": time.time(), "number": call.number, "rid": call.rid, "key": call.key.hex()}
@@ -252,7 +239,7 @@ class Server:
 
     # Time
 
-    def _arm(self) -> None:
+    def arm(self) -> None:
         """Keep one timer, set to the next finished request."""
         at = self.batch.next_finish()
         if at is None:
@@ -266,92 +253,7 @@ class Server:
     def _tick(self) -> None:
         self._timer = None
         self.batch.advance(self.loop.time())
-        self._arm()
-
-    def report(self) -> None:
-        """Measure throughput and log a decode line, as SGLang does every few steps."""
-        now = self.loop.time()
-        self.batch.advance(now)
-        self._arm()
-        total = self.batch.tokens_total()
-        (before, tokens), self._last = self._last, (now, total)
-        running = len(self.batch.running)
-        if running and not self.batch.frozen:
-            self.throughput = (total - tokens) / (now - before)
-            load = self.load()
-            spec = (
-                f"accept len: {load.accept_length:.2f}, accept rate: {load.accept_rate:.2f}, "
-                if load.accept_length
-                else ""
-            )
-            log(
-                f"Decode batch, #running-req: {running}, #token: {load.held_tokens}, "
-                f"token usage: {load.held_tokens / load.pool:.2f}, {spec}cuda graph: True, "
-                f"gen throughput (token/s): {self.throughput:.2f}, #queue-req: {load.waiting}"
-            )
-        elif not running and self.version != "0.5.11":  # 0.5.11 shows its last value when idle
-            self.throughput = 0.0
-        self.loop.call_later(REPORT, self.report)
-
-    # What the server says of itself
-
-    def load(self) -> bodies.Load:
-        """The present load; that of the moment it stopped if the scheduler hangs."""
-        if self._frozen_load:
-            return self._frozen_load
-        batch = self.batch
-        batch.advance(self.loop.time())
-        self._arm()
-        accept = rate = None
-        if self.args.speculative_algorithm:
-            accept = self.args.standin_accept_length
-            rate = (accept - 1) / (self.args.speculative_num_steps or 3)
-        return bodies.Load(
-            time=time.time(),
-            running=len(batch.running),
-            waiting=len(batch.waiting),
-            waiting_tokens=sum(job.prompt for job in batch.waiting),
-            held_tokens=batch.tokens_held(),
-            pool=self.args.pool,
-            capacity=batch.capacity,
-            throughput=self.throughput,
-            prompt_tokens=batch.prompt_total,
-            decode_tokens=batch.tokens_total(),
-            accept_length=accept,
-            accept_rate=rate,
-        )
-
-    def health(self, connection: Connection) -> None:
-        """A one-token generation: 1 s in real time, less when time is scaled; 503 while starting or draining."""
-        bad = not self.ready or self.draining or "unhealthy" in self.faults.active
-        if bad:
-            return connection.respond(503, b"", TEXT)
-        self.loop.call_later(min(1.0, self.args.standin_time_scale), connection.respond, 200, b"", TEXT)
-        return None
-
-    def server_info(self, connection: Connection) -> None:
-        """Answered by the scheduler, so a hung one leaves the question open."""
-        if self.batch.frozen:
-            return
-        longest = min(self.args.context, self.args.pool) - 6
-        connection.respond(200, orjson.dumps(bodies.server_info(self.version, self.settings, self.load(), longest)))
-
-    def model_info(self, connection: Connection) -> None:
-        connection.respond(200, orjson.dumps(bodies.model_info(self.settings)))
-
-    def models(self, connection: Connection) -> None:
-        name = self.args.served_model_name
-        connection.respond(200, orjson.dumps(bodies.models(name, int(self.started), self.args.context)))
-
-    def loads(self, connection: Connection) -> None:
-        connection.respond(200, orjson.dumps(bodies.loads(self.version, self.load(), time.time())))
-
-    def get_load(self, connection: Connection) -> None:
-        connection.respond(200, orjson.dumps(bodies.get_load(self.load())))
-
-    def metrics(self, connection: Connection) -> None:
-        text = bodies.metrics(self.version, self.args.served_model_name, self.load(), self.counters)
-        connection.respond(200, text.encode(), METRICS)
+        self.arm()
 
     # What may be done to it
 
@@ -366,7 +268,7 @@ class Server:
         if everything or rid in self.calls:
             for call in [c for c in self.calls.values() if everything or c.rid.startswith(rid)]:
                 self._abort(call)
-            self._arm()
+            self.arm()
         return None
 
     def _abort(self, call: Call) -> None:
@@ -386,7 +288,7 @@ class Server:
 
     def stats(self, connection: Connection) -> None:
         """Counts since the start: chat requests received, and how they ended (status 0: no whole answer was sent)."""
-        self.load()
+        self.reports.load()
         body = {
             "received": self.received,
             "statuses": {str(status): count for status, count in sorted(self.statuses.items())},
@@ -412,12 +314,12 @@ class Server:
     def apply_faults(self) -> None:
         """Start or end the faults that concern the whole server."""
         hang = "hang" in self.faults.active
-        if hang and not self._frozen_load:
-            self._frozen_load = self.load()
+        if hang and not self.reports.frozen:
+            self.reports.frozen = self.reports.load()
         elif not hang:
-            self._frozen_load = None
+            self.reports.frozen = None
         self.batch.freeze(hang, self.loop.time())
-        self._arm()
+        self.arm()
 
     def _crash(self) -> None:
         log(f"Subprocess scheduler_0 (pid={os.getpid()}) crashed with exit code -9. Triggering SIGQUIT for cleanup...")
@@ -429,11 +331,6 @@ class Server:
         while self.calls:
             log(f"Gracefully exiting... Remaining number of requests {len(self.calls)}.")
             await asyncio.sleep(0.2)
-
-
-def log(line: str) -> None:
-    """One line in SGLang's log format, to stderr."""
-    print(time.strftime("[%Y-%m-%d %H:%M:%S] ") + line, file=sys.stderr, flush=True)
 
 
 async def serve(args: Namespace, lines: list[str]) -> int:
@@ -460,7 +357,7 @@ async def serve(args: Namespace, lines: list[str]) -> int:
     log(f"INFO:     Uvicorn running on http://{args.host}:{port} (Press CTRL+C to quit)")
     server.ready = True
     server.apply_faults()
-    server.report()
+    server.reports.report()
     log("The server is fired up and ready to roll!")
     await stop.wait()
     await server.drain()

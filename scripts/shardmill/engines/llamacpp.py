@@ -26,8 +26,8 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 _PENALTY_WINDOW = 1 << 16  # tokens
 _LOG_PREFIX = re.compile(r"^\d+\.\d\d\.\d{3}\.\d{3} ")
 _TROUBLE = re.compile(r"^E |\b(error|exception|GGML_ASSERT|terminate called|abort\w*|fatal)\b|Error:", re.IGNORECASE)
-# About single requests, not about the server.
-_NOISE = re.compile(r"send_error|got exception|unauthorized|^Traceback|During handling of the above")
+# About single requests, or said at every start.
+_NOISE = re.compile(r"send_error|got exception|unauthorized|security: no API key|--cache-idle-slots")
 
 
 class LlamaCpp(OpenAI):
@@ -105,5 +105,5 @@ class LlamaCpp(OpenAI):
         return result
 
     def telling_lines(self, log_tail: str) -> list[str]:
-        plain = "\n".join(_LOG_PREFIX.sub("", line) for line in log_tail.splitlines())
-        return pick_lines(plain, lambda line: bool(_TROUBLE.search(line)) and not _NOISE.search(line))
+        lines = [_LOG_PREFIX.sub("", line) for line in log_tail.splitlines() if not _NOISE.search(line)]
+        return pick_lines("\n".join(lines), lambda line: bool(_TROUBLE.search(line)))

@@ -36,10 +36,10 @@ def explain(error: Exception, job: FetchJob) -> tuple[str, str, bool]:
     from huggingface_hub import constants, get_token
 
     token = get_token()
-    what, hint = _explain(error, job, hub=constants.ENDPOINT, has_token=bool(token))
+    told = _explain(error, job, hub=constants.ENDPOINT, has_token=bool(token))
     # Addresses of proxies and mirrors can carry a password.
-    text = re.sub(r"//[^/@\s]*@", "//", " ".join(what.split()))
-    return text.replace(token, "***") if token else text, hint, is_transient(error)
+    what, hint = (re.sub(r"//[^/@\s]*@", "//", " ".join(text.split())) for text in told)
+    return what.replace(token, "***") if token else what, hint, is_transient(error)
 
 
 def _explain(error: Exception, job: FetchJob, *, hub: str, has_token: bool) -> tuple[str, str]:

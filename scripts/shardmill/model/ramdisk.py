@@ -83,12 +83,25 @@ def make_staging_folder(folder: Path) -> None:
         for path in (folder.parent, folder):
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o700)
+            _close_to_others(path)
             if problem := owner_problem(path):
                 hint = f"remove it, or set `{KEY}` to a folder of your own"
                 raise UserError(f"{problem}, so no model is put there", where=str(path), hint=hint)
     except OSError as error:
         hint = f"set `{KEY}` to a folder that you can write to, or to false"
         raise UserError(f"cannot make this folder ({error.strerror})", where=str(folder), hint=hint) from None
+
+
+def _close_to_others(path: Path) -> None:
+    """Take a folder of ours from the others' reach; Snakemake makes the folders of outputs as the umask says."""
+    with contextlib.suppress(NotADirectoryError, PermissionError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            found = os.fstat(descriptor)
+            if found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) != 0o700:
+                os.fchmod(descriptor, 0o700)
+        finally:
+            os.close(descriptor)
 
 
 def room(root: Path) -> int:

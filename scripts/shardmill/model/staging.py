@@ -158,6 +158,8 @@ class _Staging:
 
     def run(self) -> None:
         """Bring the copy to what the manifest says."""
+        if self.model.is_symlink():
+            self.model.unlink()
         self._keep_proven()
         missing = [entry for entry in self.manifest["files"] if entry["name"] not in self.good]
         extra = self._extra_files()

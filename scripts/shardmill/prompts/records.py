@@ -102,12 +102,20 @@ def _normalise(value: Any, raw: bytes, number: int, settings: Prompts) -> Prompt
         result["tools"] = tools
     if sampling:
         result["sampling"] = sampling
-    # A plain string is cheap to keep and what people join on; a conversation would only stand there twice.
-    moved = {"tools", "sampling"} if type(value[name]) is str else {"tools", "sampling", name}
-    if settings.id_field == "id":
-        moved.add("id")
-    result["fields"] = {key: item for key, item in value.items() if key not in moved}
+    result["fields"] = _rest(value, name, settings.id_field)
     return PromptRecord(record_id, number, result, orjson.dumps(result, option=orjson.OPT_APPEND_NEWLINE), id_is_made)
+
+
+def _rest(value: dict[str, Any], name: str, id_field: str) -> dict[str, Any]:
+    """`value` without what the result holds elsewhere; it is changed in place, which is cheaper than a copy."""
+    # A plain string is cheap to keep and what people join on; a conversation would only stand there twice.
+    if type(value[name]) is not str:
+        del value[name]
+    if id_field == "id":
+        value.pop("id", None)
+    value.pop("tools", None)
+    value.pop("sampling", None)
+    return value
 
 
 def _prompt_field(value: dict[str, Any], configured: str | None) -> str:
