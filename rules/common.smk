@@ -25,7 +25,7 @@ wildcard_constraints:
 
 def get_servers(wildcards):
     """Readiness files for a shard that still has something to generate, none for one that has not."""
-    return [layout.ready(name) for name in plan.config.server_names] if is_pending(wildcards.shard) else []
+    return [layout.ready(name) for name in plan.config.server_names] if needs_servers(wildcards.shard) else []
 
 
 def get_completions(wildcards):

@@ -436,12 +436,9 @@ def test_finds_loops_after_real_text() -> None:
 def test_says_where_and_what() -> None:
     loop = find_loop(ESSAY + WAIT * 100)
     assert loop is not None and loop.kind == "run"
-    # The run reaches back as far as the text before agrees with it.
-    assert len(ESSAY) - len(WAIT) < loop.start <= len(ESSAY)
-    assert loop.start + loop.length == len(ESSAY) + 100 * len(WAIT)
-    assert (len(loop.unit), loop.repetitions) == (len(WAIT), 100)
-    assert sorted(loop.unit) == sorted(WAIT)
-    assert "100 times" in str(loop) and "Wait, I should" in str(loop) * 2
+    assert (loop.start, loop.length) == (len(ESSAY), 100 * len(WAIT))
+    assert (loop.unit, loop.repetitions) == (WAIT, 100)
+    assert "100 times" in str(loop) and WAIT.strip() in str(loop)
 
 
 @pytest.mark.parametrize(
@@ -521,5 +518,4 @@ def test_work_grows_with_the_text_only() -> None:
         backward = Counting(text[::-1])
         for eighths in range(8, 3, -1):
             loops._run_around(text, backward, len(text) * eighths // 8)
-        print(compared / len(text))
-        assert compared < 20 * loops.MAX_CANDIDATES * len(text)
+                assert compared < 2 * loops.MAX_CANDIDATES * len(text)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-
 from shardmill.engines.base import FINAL_FAULTS, Answer
 from shardmill.quality.verdicts import (
     THINK_TAGS,
@@ -154,7 +153,7 @@ class TestLoops:
         """It is also unclosed, empty and truncated; the loop is why."""
         found = judge(answer("", THOUGHT + self.ENDLESS, "length"), THINKING)
         assert found.verdict == "looping"
-        assert "thought" in found.detail and "Wait, I should look again." in found.detail * 2
+        assert "thought" in found.detail and "Wait, I should look again." in found.detail
 
     def test_endless_thought_in_the_content(self) -> None:
         found = judge(answer(THOUGHT + self.ENDLESS, None, "length"), THINKING)
@@ -203,13 +202,12 @@ class TestEmpty:
 
 
 class TestTooLittle:
-    SIX = {"prompt_tokens": 20, "completion_tokens": 6}
-
     def test_the_six_token_disaster(self) -> None:
         """Thinking silently off, an answer of a few boilerplate tokens: each sign of it alone is enough."""
-        assert verdict(answer("", None, usage=self.SIX)) == "empty"
-        assert verdict(answer("Sure!", None, usage=self.SIX)) == "no_reasoning"
-        found = judge(answer("Sure!", None, usage=self.SIX), replace(THINKING, thinking=None))
+        six = {"prompt_tokens": 20, "completion_tokens": 6}
+        assert verdict(answer("", None, usage=six)) == "empty"
+        assert verdict(answer("Sure!", None, usage=six)) == "no_reasoning"
+        found = judge(answer("Sure!", None, usage=six), replace(THINKING, thinking=None))
         assert found.verdict == "too_short" and "6 supervised tokens" in found.detail and "16" in found.detail
 
     def test_the_limit_itself_is_enough(self) -> None:

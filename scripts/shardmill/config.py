@@ -13,9 +13,8 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from .layout import Layout
+from .ledger import SERVERS as MOST_SERVERS
 
-# As many as a job's row in the ledger has counters.
-MOST_SERVERS = 64
 # What the pipeline sets in every request, so that `sampling.extra` must not.
 OWN_REQUEST_FIELDS = frozenset({"messages", "tools", "stream", "n", "seed"})
 

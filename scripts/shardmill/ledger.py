@@ -20,11 +20,10 @@ from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .config import MOST_SERVERS
 from .errors import UserError
 
 ROWS = 256
-SERVERS = MOST_SERVERS
+SERVERS = 64
 _MAGIC = b"SHARDMILL-LEDGER-1"
 _HEADER_BYTES = 64
 _ROW_INTS = 2 + SERVERS

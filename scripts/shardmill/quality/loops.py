@@ -69,7 +69,7 @@ class Loop:
             sentences with moving numbers) or `words` (variations on one theme).
         start, length: the stretch, in characters of the text.
         share: the stretch's part of the text, 0 to 1.
-        unit: what is repeated: the period, or the last sentence that was.
+        unit: what is repeated: the first period, the last sentence that was, or the stretch's last words.
         repetitions: how often the unit stands in the stretch.
     """
 
@@ -111,7 +111,7 @@ def _periodic_run(text: str) -> Loop | None:
             continue
         start, stop, period = found
         length = stop - start
-        unit = text[stop - period : stop]
+        unit = text[start : start + period]
         if total - stop > length // 10 and length < DOMINATED * total:
             continue
         if _weight(text[start:stop]) >= (MIN_BARE_RUN_BYTES if _is_bare(unit) else MIN_RUN_BYTES):
