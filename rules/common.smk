@@ -28,6 +28,11 @@ def get_servers(wildcards):
     return [layout.ready(name) for name in plan.config.server_names] if needs_servers(wildcards.shard) else []
 
 
+def get_canary(wildcards):
+    """The canary's report, for a shard that still has something to generate."""
+    return [layout.canary] if needs_servers(wildcards.shard) and not plan.config.quality.canary.skip else []
+
+
 def get_completions(wildcards):
     """Every shard's files."""
     return [make(shard) for shard in plan.shards for make in (layout.completions, layout.rejects, layout.stats)]

@@ -1,5 +1,5 @@
 # Completions: one job per shard, each over all servers of this machine.
-# Needs: a prompt shard, the servers. Makes: completions/, rejected/ and stats/ of each shard.
+# Needs: a prompt shard, the servers, a canary that lived. Makes: completions/, rejected/ and stats/ of each shard.
 
 
 rule generate:
@@ -8,6 +8,7 @@ rule generate:
         # Which shards a new index changes is said by the digest among the params.
         index=ancient(layout.prompt_index),
         servers=get_servers,
+        canary=get_canary,
     output:
         completions=layout.completions("{shard}"),
         rejects=layout.rejects("{shard}"),

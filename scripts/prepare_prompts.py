@@ -10,4 +10,4 @@ if __name__ == "__main__":
     index = split(config)
     rehome(config.layout, index)
     unusable = f", {index['unusable']} unusable (see {config.layout.prompt_rejects})" if index["unusable"] else ""
-    get_logger("prompts").info("prompts: %d in %d shards%s", index["usable"], len(index["shards"]), unusable)
+

@@ -518,4 +518,4 @@ def test_work_grows_with_the_text_only() -> None:
         backward = Counting(text[::-1])
         for eighths in range(8, 3, -1):
             loops._run_around(text, backward, len(text) * eighths // 8)
-                assert compared < 2 * loops.MAX_CANDIDATES * len(text)
+        assert compared < 2 * loops.MAX_CANDIDATES * len(text)

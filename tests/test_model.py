@@ -982,7 +982,7 @@ def test_kill_in_mid_staging_then_again(make_config, local: Path, tmp_path: Path
     code = (
         "import sys, json, os\nfrom shardmill.load_config import load_config\nfrom shardmill.model import staging\n"
         "write = staging._write_all\n"
-        "def slow(writer, data):\n    write(writer, data[:1000])\n    print('half', flush=True)\n    os.read(0, 1)\n"
+        "def slow(writer, data):\n    write(writer, data[:1000])\n    os.write(1, b'half\\n')\n    os.read(0, 1)\n"
         "staging._write_all = slow\n"
         "staging.stage(load_config(json.loads(sys.argv[1])))"
     )

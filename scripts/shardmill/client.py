@@ -46,11 +46,6 @@ class Call:
             connection.owner = self
             self._connection, self._socket = connection, sock
 
-    def detach(self) -> None:
-        """Let the connection go: it is whole, and carries other calls from now on."""
-        with _owners:
-            self._connection = self._socket = None
-
     def abort(self) -> None:
         """Cut the connection under the request: its thread gets a `RequestException` at once.
 
@@ -103,11 +98,21 @@ class _TrackedHTTPS(_Tracked, HTTPSConnection):
     pass
 
 
-class _HTTPPool(HTTPConnectionPool):
+class _Disowning:
+    """A pool whose idle connections belong to no call, so that a late abort cannot hit the next one's request."""
+
+    def _put_conn(self, conn: Any) -> None:
+        if conn is not None:
+            with _owners:
+                conn.owner = None
+        super()._put_conn(conn)  # type: ignore[misc]
+
+
+class _HTTPPool(_Disowning, HTTPConnectionPool):
     ConnectionCls = _TrackedHTTP
 
 
-class _HTTPSPool(HTTPSConnectionPool):
+class _HTTPSPool(_Disowning, HTTPSConnectionPool):
     ConnectionCls = _TrackedHTTPS
 
 
@@ -150,7 +155,6 @@ class Client:
             return response.status_code, response.content
         finally:
             _current.call = None
-            call.detach()
 
     def close(self) -> None:
         self._session.close()

@@ -257,9 +257,20 @@ class VerdictActions(Section):
     too_short: Action = Field("retry", description="Fewer tokens than `quality.min_supervised_tokens`.")
 
 
+class Canary(Section):
+    """A sample that is answered and judged before any shard is released."""
+
+    skip: bool = Field(False, description="Release the shards unseen.")
+    prompts: int = Field(64, ge=1, le=10_000, description="Size of the sample; at most a tenth of a larger input.")
+    max_bad_rate: float = Field(
+        0.1, ge=0, le=1, description="Share of bad first answers above which the run is stopped, once it is sure."
+    )
+
+
 class Quality(Section):
     """What an answer must be to count."""
 
+    canary: Canary = Field(default_factory=Canary)
     actions: VerdictActions = Field(default_factory=VerdictActions, description="What is done about each verdict.")
     retries: int = Field(
         2, ge=0, le=20, description="New attempts, each with a new seed, for an answer that may be retried."
@@ -279,6 +290,9 @@ class Quality(Section):
         le=1,
         description="Share of rejected prompts above which a run stops, once it is sure: the lower end of the rate's "
         "95 % interval must lie above this.",
+    )
+    stop_run_above: float = Field(
+        0.1, ge=0, le=1, description="The same over all shards of the run: above it every shard stops."
     )
     min_samples: int = Field(20, ge=1, description="Answers to judge before `max_reject_rate` is applied.")
 

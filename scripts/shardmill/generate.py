@@ -15,7 +15,10 @@ from .files import read_json, write_json
 from .journal import Journal
 from .prompts.shards import read_shard
 from .quality.verdicts import Policy, RateGate, rate_table
+from .run_state import outcome_counts
 from .shard_files import shard_entry, write_shard
+
+RUN_CHECK_INTERVAL = 5.0
 
 
 class ShardRun:
@@ -35,9 +38,12 @@ class ShardRun:
         self.answering = Answering(
             config, f"shard {shard}", on_progress=self._write_progress, on_settled=self._check_rate
         )
-        self._gate = RateGate(config.quality.max_reject_rate, config.quality.min_samples)
+        quality = config.quality
+        self._gate = RateGate(quality.max_reject_rate, quality.min_samples)
+        self._run_gate = RateGate(quality.stop_run_above, quality.min_samples)
         self._settled: list[Conversation] = []
         self._total = 0
+        self._next_run_check = 0.0
 
     def run(self) -> dict[str, Any]:
         """Make the shard's completions, rejects and statistics; returns the statistics.
@@ -57,6 +63,7 @@ class ShardRun:
             finally:
                 self.layout.progress(self.shard).unlink(missing_ok=True)
             journal.sync()
+            self._check_whole(conversations)
             return write_shard(
                 self.config,
                 self.shard,
@@ -76,9 +83,31 @@ class ShardRun:
         if conversation.outcome == "rejected" and self._gate.fails(len(rejected), len(settled)):
             raise too_many_rejects(f"shard {self.shard}", settled, self._gate)
 
+    def _check_whole(self, conversations: list[Conversation]) -> None:
+        """The same at the end, over what the journal brought as well."""
+        rejected = sum(c.outcome == "rejected" for c in conversations)
+        if self._gate.fails(rejected, len(conversations)):
+            raise too_many_rejects(f"shard {self.shard}", conversations, self._gate)
+
     def _write_progress(self, done: int, in_flight: int) -> None:
-        value = {"shard": self.shard, "prompts": self._total, "done": done, "in_flight": in_flight, "at": time.time()}
+        """Say how far the shard is, and stop with the rest if the whole run goes wrong."""
+        settled = self._settled[:]
+        rejected = sum(c.outcome == "rejected" for c in settled)
+        value = {
+            "shard": self.shard,
+            "prompts": self._total,
+            "done": done,
+            "in_flight": in_flight,
+            "accepted": len(settled) - rejected,
+            "rejected": rejected,
+            "at": time.time(),
+        }
         write_json(self.layout.progress(self.shard), value, fsync=False, indent=False)
+        if rejected and time.monotonic() >= self._next_run_check:
+            self._next_run_check = time.monotonic() + RUN_CHECK_INTERVAL
+            accepted_all, rejected_all = outcome_counts(self.layout)
+            if self._run_gate.fails(rejected_all, accepted_all + rejected_all):
+                raise too_many_rejects("run", settled, self._run_gate, (rejected_all, accepted_all + rejected_all))
 
 
 def make_terms(config: Config, model_digest: str) -> Terms:
@@ -93,17 +122,23 @@ def make_terms(config: Config, model_digest: str) -> Terms:
     )
 
 
-def too_many_rejects(where: str, settled: list[Conversation], gate: RateGate) -> UserError:
-    """The error that says what the bad answers were, with examples."""
+def too_many_rejects(
+    where: str, settled: list[Conversation], gate: RateGate, figures: tuple[int, int] | None = None
+) -> UserError:
+    """The error that says what the bad answers were, with examples.
+
+    Args:
+        figures: (rejected, total) that the decision rests on, where that is more than `settled`.
+    """
     rejected = [c for c in settled if c.outcome == "rejected"]
     examples: dict[str, list[tuple[str, str]]] = {}
     for conversation in rejected:
         examples.setdefault(conversation.verdict or "", []).append((conversation.id, conversation.detail))
     table = rate_table(Counter(c.verdict or "" for c in settled), examples=examples)
     return UserError(
-        f"too many rejects: {gate.describe(len(rejected), len(settled))}\n{table}\n",
+        f"too many rejects: {gate.describe(*(figures or (len(rejected), len(settled))))}\n{table}\n",
         where=where,
-        hint="mend the cause, or raise `quality.max_reject_rate`; finished answers are kept",
+        hint="mend the cause, or raise `quality.max_reject_rate` (one shard) or `quality.stop_run_above` (the run)",
     )
 
 

@@ -6,6 +6,8 @@ python scripts/generate.py --configfile config.yaml --shard 00003
 from __future__ import annotations
 
 import argparse
+import signal
+import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +42,12 @@ def enter(snakemake: Any | None, *wildcards: str) -> Job:
     logs.configure(log)
     values = {name: snakemake.wildcards[name] for name in wildcards}
     return Job(load_config(dict(snakemake.config)), SimpleNamespace(**values), log)
+
+
+def stop_on_signals(stop: threading.Event) -> None:
+    """Let SIGINT and SIGTERM ask for an orderly stop."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda *_: stop.set())
 
 
 def _enter_by_hand(wildcards: tuple[str, ...]) -> Job:

@@ -94,6 +94,10 @@ class Layout:
         key = hashlib.sha256(os.path.abspath(self.root).encode()).hexdigest()[:12]
         return Path(tempfile.gettempdir()) / f"shardmill-{os.getuid()}-{slug(self.run, length=20)}-{key}.ledger"
 
+    @property
+    def canary(self) -> Path:
+        return self.root / "quality" / "canary.json"
+
     # Shards
     @property
     def journal_cut(self) -> Path:

@@ -94,7 +94,7 @@ def make_staging_folder(folder: Path) -> None:
 
 def _close_to_others(path: Path) -> None:
     """Take a folder of ours from the others' reach; Snakemake makes the folders of outputs as the umask says."""
-    with contextlib.suppress(NotADirectoryError, PermissionError):
+    with contextlib.suppress(OSError):  # whatever is wrong with it, `owner_problem` says so
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             found = os.fstat(descriptor)

@@ -20,8 +20,8 @@ class SeenIds:
     """A hash table from the first `KEY_BYTES` of an id's SHA-256 to the line it was first seen on.
 
     Open addressing over plain arrays: 16 bytes per id for key and line, and 8 to 16 for slots of 4
-    bytes that are at most half full; so at most 32 bytes per id, plus what an array allocates ahead. A dict of
-    the ids takes about 200.
+    bytes that are at most half full: at most 32 bytes per id, plus what an array allocates ahead. A dict of
+    the ids takes about 140.
 
     Equal keys make two ids *candidates* for being the same; whoever needs to be sure compares the ids,
     and names the keys of those that differ as `contested`: their ids are then held in full.

@@ -12,7 +12,7 @@ one shape of loop, all of them linear in the text:
 2. *Stale sentences.* Cycles whose sentences come in changing order, with slips, or with a counter in
    them. A sentence is stale if it stood at least three times before, apart from numbers that move by the
    same step as the time before ("Step 41: ... Step 42: ..."). The text loops if it ends in a stretch with
-   at least nine stale characters for each fresh one (the best-scoring suffix, Kadane's algorithm), or
+   at least FRESH_COST stale characters for each fresh one (the best-scoring suffix, Kadane's algorithm), or
    if half of it is stale. Only prose counts: sentences of words with few brackets, quotes and digits.
 3. *Used-up words.* Variations on one theme, no sentence quite like another. In the last WORDS words there
    are few distinct word triples. Numbers count as words, so a list that counts is never caught by this.
@@ -25,8 +25,10 @@ Why the thresholds are where they are (the corpus in tests/test_loops.py holds b
 - A unit without two different letters ("0, ", "=", " ", "142857") is what matrices, rules, padding and
   fractions are made of; such a run must be 4,000 bytes long.
 - Four repetitions: a thought may well write its answer down three times.
-- Distinct word triples: 15 for each 100 words. Prose has 80 to 100, and the dullest of 3,000 pieces of real
-  code, tests and licenses that pass for prose has 23; sentences put together from a few parts have 10 to 12.
+- Stale sentences need 1,200 bytes and a tenth of the text: the first three rounds are not counted among them.
+- Distinct word triples: 15 for each 100 words. Prose has 80 to 100, licenses and dull documentation 30 and more;
+  sentences put together from a few parts have 10 to 12. Boilerplate code can go as low, hence the stricter
+  demand that the whole stretch be prose.
 - Lengths are UTF-8 bytes, because a token is about four bytes in English as in Chinese.
 """
 
@@ -39,13 +41,14 @@ from typing import Literal
 MIN_REPETITIONS = 4
 MIN_RUN_BYTES = 1_500
 MIN_BARE_RUN_BYTES = 4_000
-MIN_STALE_BYTES = 2_000
+MIN_STALE_BYTES = 1_200
 MIN_STALE_SHARE = 0.1
 DOMINATED = 0.5
 ANCHOR = 256
 MAX_CANDIDATES = 32
-FRESH_COST = 9
+FRESH_COST = 5
 MAX_STRUCTURE = 0.12
+MAX_WINDOW_STRUCTURE = 0.06
 WORDS = 1_000
 MIN_WORDS = 500
 WORD_WINDOW = 6_000
@@ -232,7 +235,7 @@ def _used_up_words(text: str) -> Loop | None:
     triples = set(zip(words, words[1:], words[2:], strict=False))
     if len(triples) > MAX_DISTINCT_TRIPLES * len(words):
         return None
-    if len(_STRUCTURE.findall(window)) > MAX_STRUCTURE * len(window):
+    if len(_STRUCTURE.findall(window)) > MAX_WINDOW_STRUCTURE * len(window):
         return None
     if len(window.split()) < len(words) // 2 and _weight(window) < 3 * len(window) // 2:
         return None  # Cells of a table: words with commas or tabs between them, no spaces.

@@ -1,0 +1,166 @@
+"""The canary: a sample of the input, answered and judged before any shard is released.
+
+A wrong setting ruins every answer alike, so a few dozen answers show it in a minute; found after the
+run, it costs the run. The canary's answers go into the shards' journals: none is generated twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from .answering import Answering, Task
+from .config import Config
+from .conversation import Conversation, Terms
+from .errors import UserError
+from .files import read_json, write_json
+from .generate import make_terms
+from .journal import Journal
+from .layout import Layout
+from .prompts.shards import read_shard
+from .quality.verdicts import RateGate, rate_table
+
+# A canary never takes more than this share of the input, nor fewer than this many prompts.
+MOST_OF_INPUT = 10
+FEWEST = 4
+
+
+def sample_positions(total: int, wanted: int) -> list[int]:
+    """Positions of the sample among `total` prompts: evenly spread, never more than a tenth of a larger input."""
+    count = min(total, wanted, max(FEWEST, total // MOST_OF_INPUT))
+    return [i * total // count for i in range(count)] if count else []
+
+
+class Canary:
+    """Answers and judges the sample.
+
+    Args:
+        config: the run's configuration.
+        model_digest: content hash of the model that the servers run.
+    """
+
+    def __init__(self, config: Config, model_digest: str) -> None:
+        self.config = config
+        self.layout = config.layout
+        self.terms = make_terms(config, model_digest)
+        self.answering = Answering(config, "canary")
+
+    def run(self) -> dict[str, Any]:
+        """Write and return the report.
+
+        Raises:
+            UserError: with a table of what is wrong, if the run should not go on.
+            Interrupted: if it was stopped.
+        """
+        started = time.monotonic()
+        index = read_json(self.layout.prompt_index)
+        positions = sample_positions(index["usable"], self.config.quality.canary.prompts)
+        with contextlib.ExitStack() as stack:
+            tasks = self._tasks(stack, index, positions)
+            self.answering.run(tasks)
+            conversations = [task.conversation for task in tasks]
+            report = _report(self.config, conversations, sent=self.answering.sent, seconds=time.monotonic() - started)
+            judge_sample(self.config, conversations, report)
+        write_json(self.layout.canary, report)
+        return report
+
+    def _tasks(self, stack: contextlib.ExitStack, index: dict[str, Any], positions: Sequence[int]) -> list[Task]:
+        """The sampled prompts, each with the journal of its shard."""
+        tasks: list[Task] = []
+        wanted = iter(positions)
+        position = next(wanted, None)
+        first = 0
+        for entry in index["shards"]:
+            here: list[int] = []
+            while position is not None and position < first + entry["prompts"]:
+                here.append(position - first)
+                position = next(wanted, None)
+            if here:
+                tasks += _shard_tasks(stack, self.layout, entry, here, self.terms)
+            first += entry["prompts"]
+        return tasks
+
+
+def _shard_tasks(
+    stack: contextlib.ExitStack, layout: Layout, entry: dict[str, Any], positions: Sequence[int], terms: Terms
+) -> list[Task]:
+    prompts = read_shard(layout, entry["name"], entry)
+    journal = stack.enter_context(Journal(layout.journal(entry["name"])))
+    return [Task(Conversation(prompts[position], terms), journal) for position in positions]
+
+
+def first_verdicts(conversations: Sequence[Conversation]) -> Counter[str]:
+    """Verdicts of the first answers: retries hide a fault that costs as much as it did."""
+    return Counter(str(c.attempts[0]["verdict"]) if c.attempts else str(c.verdict) for c in conversations)
+
+
+def judge_sample(config: Config, conversations: Sequence[Conversation], report: dict[str, Any]) -> None:
+    """Stop the run if its sample is bad.
+
+    Raises:
+        UserError: with the table, and in words what it means.
+    """
+    canary = config.quality.canary
+    actions = config.quality.actions
+    counts = first_verdicts(conversations)
+    bad = {v: n for v, n in counts.items() if v != "ok" and getattr(actions, v, "reject") != "accept"}
+    gate = RateGate(canary.max_bad_rate, min_samples=1)
+    total = len(conversations)
+    if not gate.fails(sum(bad.values()), total):
+        return
+    examples: dict[str, list[tuple[str, str]]] = {}
+    for conversation in conversations:
+        verdict = str(conversation.attempts[0]["verdict"]) if conversation.attempts else str(conversation.verdict)
+        if verdict in bad:
+            detail = conversation.attempts[0].get("detail") if conversation.attempts else conversation.detail
+            examples.setdefault(verdict, []).append((conversation.id, detail or conversation.detail))
+    table = rate_table(counts, limits=dict.fromkeys(bad, canary.max_bad_rate), examples=examples)
+    worst = max(bad, key=lambda verdict: bad[verdict])
+    raise UserError(
+        f"{sum(bad.values())} of {total} sample answers are bad, so the run was stopped before it cost anything.\n"
+        f"{table}\n{MEANING.get(worst, 'See the examples above.')}\n",
+        where="canary",
+        hint="mend the cause and run the same command again (`quality.canary.skip: true` runs without this check)",
+    )
+
+
+MEANING = {
+    "no_reasoning": "Most likely the model's thinking mode is off on the servers: see `thinking` in the "
+    "configuration, the chat template, and the server's reasoning parser.",
+    "unexpected_reasoning": "The model thinks although `thinking.enabled` is false: its template does not know "
+    "`thinking.template_key`, or it always thinks.",
+    "empty": "The answers hold no text. A dataset of these would train nothing.",
+    "too_short": "The answers hold too few tokens to train on: boilerplate, as when a thinking model is not "
+    "allowed to think.",
+    "truncated": "The answers are cut off: raise `sampling.max_tokens`, or the server's context length.",
+    "unclosed_thought": "The thoughts are cut off before they end: raise `sampling.max_tokens`, or the server's "
+    "context length.",
+    "leaked_tags": "Think tags stand in the answers: the server does not separate thoughts. See its reasoning parser.",
+    "looping": "The answers repeat themselves without end: see the sampling settings, which may be greedy or missing.",
+    "prompt_mismatch": "The server read other prompts than were sent: cut off, or another chat template.",
+    "too_long": "The prompts do not fit the servers' context length.",
+    "engine_error": "The servers fail on these prompts: see their logs.",
+}
+
+
+def _report(config: Config, conversations: Sequence[Conversation], *, sent: int, seconds: float) -> dict[str, Any]:
+    answers = [answer for conversation in conversations for answer in conversation.answers]
+    tokens = [answer["usage"].get("completion_tokens", 0) for answer in answers]
+    thoughts = [answer["usage"].get("reasoning_tokens", 0) for answer in answers]
+    return {
+        "prompts": len(conversations),
+        "accepted": sum(c.outcome == "accepted" for c in conversations),
+        "first_verdicts": dict(first_verdicts(conversations)),
+        "ids": [conversation.id for conversation in conversations],
+        "completion_tokens": sum(tokens),
+        "mean_completion_tokens": round(sum(tokens) / len(tokens), 1) if tokens else None,
+        "mean_reasoning_tokens": round(sum(thoughts) / len(thoughts), 1) if thoughts else None,
+        "servers": dict(Counter(answer["server"] for answer in answers)),
+        "requests_sent": sent,
+        "seconds": round(seconds, 3),
+        "thinking": config.thinking.model_dump(),
+        "finished_at": round(time.time(), 3),
+    }
