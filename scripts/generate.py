@@ -5,8 +5,8 @@ import sys
 from shardmill import job
 from shardmill.answering import Interrupted
 from shardmill.generate import ShardRun, model_digest
-from shardmill.run_state import describe_shard
 from shardmill.logs import get_logger
+from shardmill.run_state import describe_shard
 
 if __name__ == "__main__":
     current = job.enter(globals().get("snakemake"), "shard")

@@ -1,7 +1,6 @@
 """Cut the input into prompt shards, with an index of what each holds."""
 
 from shardmill import job
-from shardmill.logs import get_logger
 from shardmill.prompts.split import split
 from shardmill.rehome import rehome
 
@@ -9,5 +8,4 @@ if __name__ == "__main__":
     config = job.enter(globals().get("snakemake")).config
     index = split(config)
     rehome(config.layout, index)
-    unusable = f", {index['unusable']} unusable (see {config.layout.prompt_rejects})" if index["unusable"] else ""
 

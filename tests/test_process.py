@@ -108,12 +108,12 @@ def daemon(depth):
         os.setsid()
         if os.fork() == 0:
             if depth: daemon(depth - 1)
-            print("up", flush=True)
+            os.write(1, b"up\\n")
             time.sleep(1000)
         os._exit(0)
 daemon(1)
 daemon(0)
-print("up", flush=True)
+os.write(1, b"up\\n")
 time.sleep(1000)
 """
 
@@ -251,9 +251,9 @@ from shardmill.layout import Layout
 from shardmill.owner import RunLock
 lock = RunLock.acquire(Layout(sys.argv[1], "x"))
 if "fork" in sys.argv and os.fork() == 0:
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\\n".encode())
     time.sleep(1000)
-print("held", flush=True)
+os.write(1, b"held\\n")
 sys.stdin.readline()
 lock.release()
 print("released", flush=True)

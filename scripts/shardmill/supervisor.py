@@ -45,6 +45,7 @@ log = logs.get_logger(__name__)
 
 TICK = 1.0  # seconds between looks
 LOAD_TIMEOUT = 2.0  # seconds a server gets to say its load
+VERIFY_TIMEOUT = 30.0  # seconds a server gets to say its settings
 HEALTHY_SECONDS = 600.0  # of good service after which earlier restarts are forgiven
 LONGEST_PAUSE = 60.0  # seconds between restarts
 
@@ -164,7 +165,7 @@ class Supervisor:
         """Wait until the engine has answered a real request.
 
         Raises:
-            _Down: if it ends, refuses, or does not answer in time.
+            _Down: if it ends, refuses, does not answer in time, or runs with other settings than it was given.
             End: when the server is not wanted any more.
         """
         timeout = self._servers.start_timeout
@@ -184,6 +185,9 @@ class Supervisor:
         finally:
             probe.stop()
         self._check_who_answered()
+        verify = getattr(self._engine, "verify", None)
+        if verify and (problem := verify(self.config, self._place, timeout=VERIFY_TIMEOUT)):
+            raise _Down(problem, quote=False)
 
     def _check_who_answered(self) -> None:
         """That the answer came from this engine, not from a stranger who took the port first."""

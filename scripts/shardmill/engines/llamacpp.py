@@ -79,6 +79,20 @@ class LlamaCpp(OpenAI):
             details={"decode_calls": value.get("n_decode_total", 0.0)},
         )
 
+    def verify(self, config: Config, place: ServerPlace, *, timeout: float) -> str | None:
+        """What the running server does otherwise than it was told: it lowers its context to the model's own limit."""
+        if config.engine.kind == "external":
+            return None
+        asked = config.engine.llamacpp.context_length
+        properties = get_json(place, "/props", timeout=timeout)
+        try:
+            context = int(properties["default_generation_settings"]["n_ctx"])
+        except (TypeError, KeyError, ValueError):
+            return "it does not tell its context length"
+        if context < asked:
+            return f"engine.llamacpp.context_length is {asked}, but the model allows {context}; write less"
+        return None
+
     def version(self, place: ServerPlace) -> str:
         return f"xllamacpp {importlib.metadata.version('xllamacpp')}"
 

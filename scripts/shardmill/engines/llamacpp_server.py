@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +52,6 @@ def serve(settings: dict[str, Any], api_key: str | None) -> Any:
     return xllamacpp.Server(params)
 
 
-def effective_context(settings: dict[str, Any], api_key: str | None) -> int:
-    """Tokens of context per slot that the running server has; it lowers what it is asked to the model's own limit."""
-    request = urllib.request.Request(f"http://{settings['host']}:{settings['port']}/props")
-    if api_key:
-        request.add_header("Authorization", f"Bearer {api_key}")
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=60) as response:
-        return int(json.load(response)["default_generation_settings"]["n_ctx"])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Serve a GGUF model with llama.cpp.")
     parser.add_argument("--settings", type=Path, help=f"JSON file; default: the environment's {SETTINGS_VARIABLE}")
@@ -77,14 +66,7 @@ def main() -> int:
     except (RuntimeError, OSError) as error:
         print(f"error: llama.cpp did not start: {error}", flush=True)
         return 1
-    context = effective_context(settings, api_key)
-    if context < settings["context_length"]:
-        asked = settings["context_length"]
-        print(
-            f"error: engine.llamacpp.context_length is {asked}, but the model allows {context}; write less", flush=True
-        )
-        os._exit(1)  # an orderly end could deadlock, see above
-    print(f"listening on {server.listening_address}: {settings['slots']} slots of {context} tokens", flush=True)
+    print(f"listening on {server.listening_address}", flush=True)
     while True:
         signal.pause()
 

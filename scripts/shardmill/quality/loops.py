@@ -47,7 +47,7 @@ DOMINATED = 0.5
 ANCHOR = 256
 MAX_CANDIDATES = 32
 FRESH_COST = 5
-MAX_STRUCTURE = 0.12
+MAX_STRUCTURE = 0.14
 MAX_WINDOW_STRUCTURE = 0.06
 WORDS = 1_000
 MIN_WORDS = 500
@@ -73,7 +73,7 @@ class Loop:
         start, length: the stretch, in characters of the text.
         share: the stretch's part of the text, 0 to 1.
         unit: what is repeated: the first period, the last sentence that was, or the stretch's last words.
-        repetitions: how often the unit stands in the stretch.
+        repetitions: how often the unit stands in the text; for `words`, how often a triple of words does.
     """
 
     kind: Literal["run", "sentences", "counter", "words"]
@@ -191,9 +191,11 @@ class _Sentence:
 
 
 def _is_prose(sentence: str) -> bool:
-    if len(_STRUCTURE.findall(sentence)) > MAX_STRUCTURE * len(sentence):
+    words = sentence.split()
+    length = sum(map(len, words))
+    if len(_STRUCTURE.findall(sentence)) > MAX_STRUCTURE * length:
         return False
-    return len(sentence.split()) >= 3 or _weight(sentence) - len(sentence) >= len(sentence) // 2
+    return len(words) >= 3 or _weight(sentence) - len(sentence) >= len(sentence) // 2
 
 
 def _stale_sentences(text: str) -> Loop | None:
@@ -221,10 +223,10 @@ def _stale_sentences(text: str) -> Loop | None:
         if stale < DOMINATED * total or stale < MIN_STALE_BYTES:
             return None
         start, length = 0, total
-    sentences = _SENTENCE.findall(text, start)
-    keys = [_NUMBER.sub("", sentence) for sentence in sentences]
-    kind = "counter" if len(set(sentences)) > 2 * len(set(keys)) else "sentences"
-    return Loop(kind, start, length, length / total, last, keys.count(_NUMBER.sub("", last)))
+    sentences = set(_SENTENCE.findall(text, start))
+    keys = {_NUMBER.sub("", sentence) for sentence in sentences}
+    kind = "counter" if len(sentences) > 2 * len(keys) else "sentences"
+    return Loop(kind, start, length, length / total, last, known[_NUMBER.sub("", last)].count)
 
 
 def _used_up_words(text: str) -> Loop | None:
