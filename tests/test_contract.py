@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
+
 from shardmill import contract
 from shardmill.config import Config, key_paths
 from shardmill.contract import Contract, answer_fingerprint, answer_settings, request_fingerprint
@@ -81,54 +82,66 @@ DECIDES: dict[str, tuple[Any, Any, str, str]] = {
 }
 OTHERWISE = {"model.chat_template", "sampling.extra"}  # a file and a mapping: see below
 
-# Another value for every key that decides nothing.
-DECIDES_NOTHING: dict[str, Any] = {
-    "run.name": "other",
-    "run.results": "elsewhere",
-    "run.regenerate": True,
-    "run.recut": True,
-    "prompts.path": "q.jsonl",
-    "prompts.duplicates": "reject",
-    "shards.size": 7,
-    "model.files": ["*.safetensors"],
-    "model.ram_disk": False,
-    "model.trust_remote_code": True,
-    "model.download_stall": 1.0,
-    "model.copy_threads": 9,
-    "engine.kind": "external",
-    "engine.llamacpp.context_length": 8192,
-    "engine.llamacpp.slots": 9,
-    "engine.llamacpp.threads": 9,
-    "engine.sglang.context_length": 9000,
-    "engine.sglang.max_running_requests": 9,
+# Keys of the same sections that decide nothing.
+HARMLESS = {
+    "prompts.path",
+    "prompts.duplicates",
+    "model.files",
+    "model.ram_disk",
+    "model.trust_remote_code",
+    "model.download_stall",
+    "model.copy_threads",
+}
+# In all other sections no key decides an answer.
+DECIDING_SECTIONS = {"prompts", "model", "sampling", "thinking"}
+# Later attempts are drawn as this says; each answer tells how it was drawn.
+ATTEMPTS = {"quality.retry_temperatures"}
+DECIDES_NOTHING = sorted(
+    HARMLESS | {path for path in key_paths() if path.split(".")[0] not in DECIDING_SECTIONS} - ATTEMPTS
+)
+ELSEWHERE = {"shards.size", "run.name", "run.results"}  # refused, or another run's
+# Other values, where one made up from the default would not do; and what must go with them.
+VALUES: dict[str, Any] = {
     "engine.external.urls": ["http://127.0.0.1:1"],
     "engine.external.flavor": "sglang",
-    "engine.external.model": "m",
-    "engine.external.window": 9,
-    "servers.count": 3,
-    "servers.gpus": [4],
-    "servers.gpus_per_server": 2,
-    "servers.host": "0.0.0.0",
-    "servers.port": 31000,
-    "servers.start_timeout": 1.0,
-    "servers.stall_after": 1.0,
-    "servers.stop_timeout": 1.0,
-    "servers.linger": 1.0,
-    "servers.max_restarts": 9,
-    "dispatch.queue": 9,
-    "dispatch.attempts_per_fault": 9,
-    "dispatch.poison_after": 9,
-    "dispatch.no_server_timeout": 1.0,
-    "quality.retries": 9,
-    "quality.accept_truncated": True,
-    "quality.max_reject_rate": 0.9,
-    "output.zstd_level": 9,
-    "output.token_ids": False,
+    "engine.sglang.context_length": 9000,
+}
+TOGETHER: dict[str, dict[str, Any]] = {
+    "engine.kind": {"engine.kind": "external", "engine.external.urls": ["http://127.0.0.1:1"]},
+    "servers.gpus_per_server": {"servers.gpus_per_server": 2, "servers.gpus": [0, 1]},
 }
 
 
-def test_every_key_is_known_to_decide_or_not():
-    assert sorted([*DECIDES, *OTHERWISE, *DECIDES_NOTHING]) == sorted(key_paths())
+def another_value(path: str) -> Any:
+    """Some value for a key that is not its default."""
+    model: Any = Config
+    for part in path.split("."):
+        field = model.model_fields[part]
+        model = field.annotation
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    kinds = get_args(model) or (model,)
+    if get_origin(model) is Literal:
+        return next(kind for kind in kinds if kind != default)
+    if get_origin(model) is list:
+        return ["x"] if kinds == (str,) else [kinds[0](1)]
+    if isinstance(default, bool):
+        return not default
+    if int in kinds:
+        return (default or 1) + 1
+    return (default or 1.0) / 2 if float in kinds else "x"
+
+
+def harmless_change(path: str) -> dict[str, Any]:
+    value = VALUES[path] if path in VALUES else another_value(path)
+    return TOGETHER.get(path, {path: value})
+
+
+def test_every_key_of_the_deciding_sections_is_accounted_for():
+    """Whoever adds a key says here whether it decides an answer."""
+    keys = {path for path in key_paths() if path.split(".")[0] in DECIDING_SECTIONS}
+    assert keys == DECIDES.keys() | OTHERWISE | HARMLESS
+    settings = answer_settings(config_with())
+    assert {f"{section}.{key}" for section in settings for key in settings[section]} == DECIDES.keys() | OTHERWISE
 
 
 # The fingerprint
@@ -143,10 +156,7 @@ def test_what_decides_an_answer_is_in_the_fingerprint(path: str):
 
 @pytest.mark.parametrize("path", DECIDES_NOTHING)
 def test_what_decides_nothing_is_not(path: str):
-    value = DECIDES_NOTHING[path]
-    also = {"engine.external.urls": ["http://127.0.0.1:1"]} if path == "engine.kind" else {}
-    also |= {"servers.gpus": [0, 1]} if path == "servers.gpus_per_server" else {}
-    changed = config_with({path: value} | also)
+    changed = config_with(harmless_change(path))
     assert changed != config_with()
     assert answer_fingerprint(changed) == answer_fingerprint(config_with())
     assert answer_settings(changed) == answer_settings(config_with())
@@ -260,12 +270,10 @@ def test_an_edited_chat_template_is_refused():
     assert "model.chat_template changed from " in refused({"model.chat_template": TEMPLATE})
 
 
-@pytest.mark.parametrize("path", sorted(DECIDES_NOTHING.keys() - {"shards.size", "run.name", "run.results"}))
+@pytest.mark.parametrize("path", [path for path in DECIDES_NOTHING if path not in ELSEWHERE])
 def test_what_decides_nothing_may_change(path: str):
-    also = {"engine.external.urls": ["http://127.0.0.1:1"]} if path == "engine.kind" else {}
-    also |= {"servers.gpus": [0, 1]} if path == "servers.gpus_per_server" else {}
     run_with_answers()
-    contract.check(config_with({path: DECIDES_NOTHING[path]} | also))
+    contract.check(config_with(harmless_change(path)))
 
 
 # Shards

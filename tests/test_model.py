@@ -319,6 +319,7 @@ def test_kill_in_mid_download_then_resume(hub: Hub, make_config):
     with running_download(config) as process:
         wait_until(hub.frozen.is_set, "the download is half way")
         wait_until(lambda: largest_part(config) == 3 * MIB, "all that was sent is on the disk")
+        wait_until(lambda: len(recorded_files(config)) == len(TAKEN) - 1, "the other files are complete")
         children = psutil.Process(process.pid).children()
         assert children
         process.send_signal(signal.SIGKILL)
@@ -336,6 +337,13 @@ def test_kill_in_mid_download_then_resume(hub: Hub, make_config):
 
 def largest_part(config: Config) -> int:
     return max((path.stat().st_size for path in config.layout.model_store.rglob("*.part/*.part")), default=0)
+
+
+def recorded_files(config: Config) -> list[dict]:
+    """What the store's own manifest holds by now; it is replaced as a whole."""
+    return [
+        entry for path in config.layout.model_store.glob("*/*.json") for entry in json.loads(path.read_bytes())["files"]
+    ]
 
 
 def is_running(process: psutil.Process) -> bool:

@@ -9,34 +9,15 @@ from __future__ import annotations
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-import orjson
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, model_validator
 
+from .config_section import Section
+from .config_sglang import Severity, SGLang, sglang_conflicts
 from .layout import Layout
 from .ledger import SERVERS as MOST_SERVERS
 
 # What the pipeline sets in every request, so that `sampling.extra` must not.
 OWN_REQUEST_FIELDS = frozenset({"messages", "tools", "stream", "n", "seed"})
-
-
-class Section(BaseModel):
-    """A section refuses unknown keys and wrong types: nothing is coerced, nothing ignored."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    @field_validator("*")
-    @classmethod
-    def _check_json(cls, value: Any) -> Any:
-        """Settings are hashed, stored and sent as JSON, so each must come back from it as it was."""
-        if isinstance(value, Section):
-            return value
-        try:
-            same = orjson.loads(orjson.dumps(value, option=orjson.OPT_PASSTHROUGH_DATETIME)) == value
-        except TypeError:
-            same = False
-        if not same:
-            raise ValueError("holds what JSON cannot (a date, nan, a number beyond 64 bits, a key that is no text)")
-        return value
 
 
 class Run(Section):
@@ -117,18 +98,9 @@ class Model(Section):
 class LlamaCpp(Section):
     """Settings of the embedded engine."""
 
-    context_length: int = Field(4096, ge=64, description="Tokens of prompt and answer together, for each slot.")
+    context_length: int = Field(8192, ge=64, description="Tokens of prompt and answer together, for each slot.")
     slots: int = Field(4, ge=1, le=1024, description="Requests that run at once on one server.")
     threads: int = Field(1, ge=1, description="CPU threads per server.")
-
-
-class SGLang(Section):
-    """Settings of the SGLang servers."""
-
-    context_length: int | None = Field(
-        None, ge=64, description="Tokens of prompt and answer together; left out: the model's own."
-    )
-    max_running_requests: int | None = Field(None, ge=1, description="Requests that run at once on one server.")
 
 
 class External(Section):
@@ -149,6 +121,18 @@ class Engine(Section):
     llamacpp: LlamaCpp = Field(default_factory=LlamaCpp, description="Used with `kind: llamacpp`.")
     sglang: SGLang = Field(default_factory=SGLang, description="Used with `kind: sglang`.")
     external: External = Field(default_factory=External, description="Used with `kind: external`.")
+
+
+class Expect(Section):
+    """What one request alone should reach on a server, measured before it becomes ready. Nothing by default."""
+
+    tokens_per_second: float | None = Field(None, gt=0, description="Least speed of a single request.")
+    acceptance_length: float | None = Field(
+        None, gt=0, description="Least tokens per verification of speculative decoding."
+    )
+    action: Severity = Field(
+        "warn", description="About a server below that: `warn`, or `error` (it does not become ready)."
+    )
 
 
 class Servers(Section):
@@ -177,6 +161,7 @@ class Servers(Section):
         60, ge=0, description="Seconds that servers stay warm after their Snakemake died, for a quick rerun."
     )
     max_restarts: int = Field(5, ge=0, description="Restarts of a server that dies, before it is given up.")
+    expect: Expect = Field(default_factory=Expect, description="What a server should reach.")
 
 
 class Dispatch(Section):
@@ -211,7 +196,7 @@ class Sampling(Section):
     repetition_penalty: float = Field(1.0, gt=0, le=5, description="1: none.")
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="0: none.")
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="0: none.")
-    max_tokens: int = Field(32768, ge=1, description="Longest answer in tokens, the thought included.")
+    max_tokens: int = Field(4096, ge=1, description="Longest answer in tokens, the thought included.")
     stop: list[str] = Field(default_factory=list, description="Strings that end an answer.")
     seed: int = Field(
         0,
@@ -353,7 +338,12 @@ class Conflicts(ValueError):
 
 def conflicts(config: Config) -> list[tuple[str, str]]:
     """Combinations that cannot work, as (key to change, what is wrong and what to write)."""
-    return [*_server_conflicts(config), *_url_conflicts(config), *_sampling_conflicts(config)]
+    return [
+        *_server_conflicts(config),
+        *sglang_conflicts(config),
+        *_url_conflicts(config),
+        *_sampling_conflicts(config),
+    ]
 
 
 def _server_conflicts(config: Config) -> list[tuple[str, str]]:
@@ -376,8 +366,6 @@ def _server_conflicts(config: Config) -> list[tuple[str, str]]:
     elif engine.kind != "external" and servers.port + config.server_count - 1 > 65535:
         text = f"{servers.port} leaves no room for {config.server_count} ports; write a lower one"
         found.append(("servers.port", text))
-    if engine.kind == "sglang" and not servers.gpus and servers.count is None:
-        found.append(("servers.gpus", "is empty; write the GPUs to use, such as [0, 1, 2, 3, 4, 5, 6]"))
     return found
 
 

@@ -6,7 +6,8 @@ import contextlib
 import errno
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -88,13 +89,24 @@ def write_shard(path: Path, lines: Iterable[bytes]) -> Written:
                 tee = _Tee(handle)
                 compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=True)
                 with compressor.stream_writer(tee, closefd=False) as stream:  # type: ignore[arg-type]
-                    for block in _blocks(lines):
-                        stream.write(block)
+                    _write_behind(stream.write, _blocks(lines))
                 if _holds(path, tee):
                     raise _Unchanged
         except _Unchanged:
             kept = True
     return Written(tee.size, tee.sha256, kept)
+
+
+def _write_behind(write: Callable[[bytes], Any], blocks: Iterable[bytes]) -> None:
+    """Compress each block in a second thread while the next one is being made; zstd does not hold the GIL."""
+    with ThreadPoolExecutor(1, thread_name_prefix="compress") as thread:
+        pending: Future[Any] | None = None
+        for block in blocks:
+            if pending:
+                pending.result()
+            pending = thread.submit(write, block)
+        if pending:
+            pending.result()
 
 
 def _blocks(lines: Iterable[bytes]) -> Iterator[bytes]:
