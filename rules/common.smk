@@ -4,8 +4,12 @@ import sys
 
 sys.path.insert(0, f"{workflow.current_basedir}/../scripts")
 
+from shardmill import overrides
 from shardmill.errors import UserError
 from shardmill.planning import clear_lies, make_plan
+
+# The command line's values come without types; jobs read the same `config`.
+overrides.merge(config, overrides.with_types(dict(workflow.config_settings.config)))
 
 try:
     plan = make_plan(config)

@@ -167,8 +167,8 @@ class Workspace:
     def copy(self, folder: Path) -> Workspace:
         """The same folder elsewhere, Snakemake's memory included."""
         shutil.copytree(self.folder, folder)
-        other = Workspace(folder, Path(self.settings["model"]["source"]), **self.settings)
-        other.configure(servers={"port": free_ports(2)})
+        other = Workspace(folder, Path(self.settings["model"]["source"]))
+        other.configure(**merged(self.settings, {"servers": {"port": free_ports(2)}}))
         return other
 
     def configure(self, **sections: Any) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import requests
+from shardmill import client as client_module
 from shardmill.client import Call, Client
 
 PATIENCE = 60
@@ -331,6 +332,33 @@ def test_an_abort_ends_a_call_that_is_still_sending(client: Client, pool: Thread
             call.abort()
             fails(sending)
     assert call.aborted
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_server_that_reads_slowly_gets_the_whole_body(
+    client: Client, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, warm: bool
+):
+    """Sending may take longer than connecting may, on a connection there is as on a new one."""
+    monkeypatch.setattr(client_module, "CONNECT_TIMEOUT", 0.2)
+    empty = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        if warm:
+            first = pool.submit(post, client, url)
+            connection, _ = listener.accept()
+            connection.recv(65536)
+            connection.sendall(empty)
+            assert first.result(timeout=PATIENCE) == (200, b"")
+        sending = pool.submit(post, client, url, bytes(64 << 20))
+        if not warm:
+            connection, _ = listener.accept()
+        with connection:
+            time.sleep(0.6)  # busy with something else, for three times as long as a connect may take
+            got = 0
+            while got < 64 << 20 and (data := connection.recv(1 << 20)):
+                got += len(data)
+            connection.sendall(empty)
+            assert sending.result(timeout=PATIENCE) == (200, b"")
 
 
 def test_an_abort_that_comes_late_spares_the_next_call(client: Client, server: Server, pool: ThreadPoolExecutor):

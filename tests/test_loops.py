@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from shardmill.quality import loops
 from shardmill.quality.loops import find_loop
 
@@ -380,6 +381,7 @@ POSITIVES: dict[str, Callable[[], str]] = {
     "emoji": lambda: "So glad! " + "🎉🎊" * 800,
     "broke out of it": lambda: THOUGHT + WAIT * 200 + "\nAnyway. The answer is 405, by Legendre's formula.",
     "circles in the middle": lambda: THOUGHT + PARAGRAPH * 12 + ESSAY,
+    "stammer in the middle": lambda: THOUGHT + " ha he" * 1500 + ESSAY,
 }
 
 

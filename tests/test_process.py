@@ -13,6 +13,7 @@ from pathlib import Path
 import orjson
 import psutil
 import pytest
+
 from shardmill import engine_process, process, reaper
 from shardmill.engine_process import EngineProcess
 from shardmill.errors import UserError

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+
 from shardmill.engines.base import FINAL_FAULTS, Answer
 from shardmill.quality.verdicts import (
     THINK_TAGS,

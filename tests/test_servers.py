@@ -18,6 +18,7 @@ import orjson
 import psutil
 import pytest
 import requests
+
 from shardmill import lease as leases
 from shardmill import place as places
 from shardmill import watch as watches
@@ -33,8 +34,7 @@ from shardmill.load_config import load_config
 from shardmill.place import MARK_VARIABLE, place, server_mark
 from shardmill.process import is_alive, marked, port_is_free, wait_until
 from shardmill.supervisor_state import ServerStatus, read_status
-from shardmill.watch import Watch
-
+from shardmill.watch import LedgerCount, Watch
 from tests.tiny.gguf_model import Knobs, make
 
 SCRIPTS = str(Path(leases.__file__).parents[1])
@@ -481,6 +481,36 @@ def test_only_standing_still_with_work_is_a_hang(monkeypatch: pytest.MonkeyPatch
     assert "refused connections for 60 s" in (after(2000, lambda s: None) or "")
     with socket.create_server(("127.0.0.1", port), backlog=2000):
         assert "it does not answer" in (after(302, lambda s: None) or "")
+
+
+def test_requests_in_flight_are_counted_by_the_ledger_of_the_day(tmp_path: Path) -> None:
+    layout = Run(tmp_path, Path("m")).config.layout
+    count = LedgerCount(layout, "1")
+    assert count() == 0 and not layout.ledger.exists()
+    try:
+        for _ in range(2):  # a run that ends takes its ledger with it
+            with ledger_user(layout.ledger):
+                assert count() == 2
+            eventually(lambda: count() == 0, 5)  # the dead are looked for once a second
+            layout.ledger.unlink()
+            assert count() == 0
+    finally:
+        layout.ledger.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def ledger_user(path: Path) -> Iterator[None]:
+    """A job, in a process of its own, with two requests at server 1."""
+    code = (
+        "import sys; from pathlib import Path; from shardmill.ledger import Ledger; ledger = Ledger(Path(sys.argv[1]));"
+    )
+    code += "ledger.join(); ledger.claim([0, 2]); ledger.claim([0, 2]); print('in', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, str(path)]
+    environment = os.environ | {"PYTHONPATH": SCRIPTS}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as job:
+        assert job.stdout and job.stdout.readline().strip() == "in"
+        yield
+        job.kill()
 
 
 # Where servers run

@@ -67,7 +67,7 @@ class _Tracked:
     def connect(self) -> None:
         super().connect()  # type: ignore[misc]
         sock = self.sock  # type: ignore[attr-defined]
-        sock.settimeout(None)  # the timeout was the connect's; a long body to a busy server may take longer
+        sock.settimeout(None)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, seconds in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
             if hasattr(socket, option):
@@ -75,6 +75,9 @@ class _Tracked:
         self._attach()
 
     def request(self, *args: Any, **kwargs: Any) -> None:
+        if self.sock is not None:  # type: ignore[has-type]
+            # The timeout that urllib3 has set is the connect's; a long body to a busy server may take longer.
+            self.timeout = None
         self._attach()
         super().request(*args, **kwargs)  # type: ignore[misc]
 

@@ -13,7 +13,6 @@ import orjson
 import psutil
 
 from .config import Config
-from .engines.base import ServerPlace
 from .errors import UserError
 from .files import read_json_or_none, write_bytes
 from .layout import Layout
@@ -37,6 +36,9 @@ from .supervisor_state import read_status
 log = get_logger(__name__)
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[1]
+# Where an engine's further ports (`Launch.ports`) listen, and the key that sets them.
+ANY_HOST = "0.0.0.0"
+OTHER_PORTS_KEY = "engine.sglang.nccl_port"
 _GRACE = 15.0  # seconds, beyond the configured ones, for a supervisor to say how things ended
 
 
@@ -55,8 +57,10 @@ def start_server(config: Config, name: str, model: Path, model_digest: str) -> N
     layout, where = config.layout, place(config, name)
     _end_predecessor(config, name)
     if config.engine.kind != "external":
-        prepare(config, where, model)
-        _await_port(config, where)
+        launch = prepare(config, where, model)
+        _await_port(config, where.host, where.port)
+        for port in launch.ports:
+            _await_port(config, ANY_HOST, port, OTHER_PORTS_KEY)
     _write_spec(config, name, model, model_digest)
     with contextlib.suppress(FileNotFoundError):
         layout.ready(name).unlink()
@@ -91,24 +95,24 @@ def _end_predecessor(config: Config, name: str) -> None:
         raise UserError(f"processes of an earlier server cannot be killed (pids {pids})", where=f"server {name}")
 
 
-def _await_port(config: Config, where: ServerPlace) -> None:
-    """Wait for the port while a server of this run is stopping on it; refuse at once if it is anyone else's."""
+def _await_port(config: Config, host: str, port: int, key: str = "servers.port") -> None:
+    """Wait for a port while a server of this run is stopping on it; refuse at once if it is anyone else's."""
     deadline = time.monotonic() + config.servers.stop_timeout + _GRACE
     while True:
         try:
-            if port_is_free(where.host, where.port):
+            if port_is_free(host, port):
                 return
         except OSError as error:
-            raise UserError(f"cannot listen on {where.host!r}: {error.strerror}", where="servers.host") from None
-        if not _is_ours(config.layout, where.port) or time.monotonic() > deadline:
-            raise UserError(port_in_use(where), where=f"server {where.name}")
+            raise UserError(f"cannot listen on {host!r}: {error.strerror}", where="servers.host") from None
+        if not _is_ours(config.layout, port) or time.monotonic() > deadline:
+            raise UserError(port_in_use(port, key), where="servers")
         time.sleep(0.2)
 
 
-def port_in_use(where: ServerPlace) -> str:
+def port_in_use(port: int, key: str = "servers.port") -> str:
     """What is said of a port that somebody else has."""
-    holder = port_holder(where.port)
-    return f"port {where.port} is in use by {holder}; stop that process, or set servers.port to a range that is free"
+    holder = port_holder(port)
+    return f"port {port} is in use by {holder}; stop that process, or set {key} to a range that is free"
 
 
 def _is_ours(layout: Layout, port: int) -> bool:

@@ -82,6 +82,10 @@ class Layout:
     def server_spec(self, server: str) -> Path:
         return self.root / "servers" / f"{server}.spec.json"
 
+    def server_secret(self, server: str) -> Path:
+        """A server's api key as its engine wants to read it; there only while the server starts."""
+        return self.root / "servers" / f"{server}.secret.yaml"
+
     def server_log(self, server: str) -> Path:
         return self.root / "logs" / "servers" / f"{server}.engine.log"
 

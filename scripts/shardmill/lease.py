@@ -39,6 +39,7 @@ class Lease:
         capacity: requests that can run at once; None where the engine does not say.
         instance: number of the engine's start, as in the status file.
         engine: kind and version of the engine.
+        facts: what the server said of itself at its start, and what one request measured.
         ready_at: seconds since the epoch.
     """
 
@@ -52,6 +53,7 @@ class Lease:
     capacity: int | None = None
     instance: int = 0
     engine: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
     ready_at: float = 0.0
 
     @property

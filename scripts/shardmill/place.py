@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -79,7 +80,7 @@ def prepare(config: Config, where: ServerPlace, model: Path) -> Launch:
     environment = {MARK_VARIABLE: server_mark(config.layout, where.name)}
     if where.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(where.gpus)
-    return Launch(launch.command, environment | launch.environment)
+    return dataclasses.replace(launch, environment=environment | launch.environment)
 
 
 def launch_digest(config: Config, where: ServerPlace, model: Path, model_digest: str) -> str:
@@ -92,4 +93,5 @@ def launch_digest(config: Config, where: ServerPlace, model: Path, model_digest:
         # The pipeline's own Python may be another one for the Snakefile than for its jobs.
         command = ["python" if word == sys.executable else word for word in launch.command]
         parts = [config.engine.kind, command, launch.environment, where.url, config.model.source, model_digest]
+        parts += [launch.files] if launch.files else []
     return sha256_hex(canonical_json(parts))

@@ -25,15 +25,17 @@ from typing import Any
 import orjson
 
 from . import logs
+from .boot import BootCheck, make_lease, remove_secrets, write_secrets
 from .config import Config
 from .engine_process import EngineProcess, clean_environment
+from .engines.base import Launch
 from .engines.openai import served_model
 from .engines.registry import engine_for
 from .errors import UserError
 from .files import read_json, write_bytes
-from .launch import port_in_use
-from .lease import Lease, read_ready, write_ready
-from .place import launch_digest, place, prepare
+from .launch import ANY_HOST, OTHER_PORTS_KEY, port_in_use
+from .lease import read_ready, write_ready
+from .place import place, prepare
 from .process import Identity, own_identity, port_is_free, port_owners, wait_until
 from .readiness import Probe
 from .reaper import become_subreaper
@@ -81,6 +83,8 @@ class Supervisor:
         launcher = Identity.from_json(self._spec.get("launcher"))
         self._tenancy = Tenancy(self._layout, self.name, self._me, self._servers.linger, launcher)
         self._process: EngineProcess | None = None
+        self._launch: Launch | None = None
+        self._boot: BootCheck | None = None
         self._published = False
         self._told_to_stop = threading.Event()
         self._recent_restarts = 0
@@ -120,6 +124,7 @@ class Supervisor:
             try:
                 self._start_engine()
                 self._await_answer()
+                self._look_over()
                 self._publish()
                 self._watch_engine()
             except _Down as down:
@@ -145,10 +150,13 @@ class Supervisor:
         secrets = (self._place.api_key,) if self._place.api_key else ()
         log_file = self._layout.server_log(self.name)
         try:
-            if not self._await_own_port():
-                raise _Down(port_in_use(self._place), quote=False)
-            launch = prepare(self.config, self._place, Path(self._spec["model"]))
+            if not self._await_port(self._place.host, self._place.port):
+                raise _Down(port_in_use(self._place.port), quote=False)
+            launch = self._launch = prepare(self.config, self._place, Path(self._spec["model"]))
+            if taken := [port for port in launch.ports if not self._await_port(ANY_HOST, port)]:
+                raise _Down(port_in_use(taken[0], OTHER_PORTS_KEY), quote=False)
             environment = clean_environment() | launch.environment
+            write_secrets(launch)
             self._process = EngineProcess(launch.command, environment, log_file, self._servers.stop_timeout, secrets)
         except UserError as error:
             raise _Down(str(error), quote=False) from None
@@ -156,10 +164,9 @@ class Supervisor:
             raise _Down(f"the engine cannot be started: {error}", quote=False) from None
         log.info("server %s: engine start %d", self.name, self.status.instance)
 
-    def _await_own_port(self) -> bool:
-        """Whether the port is free; after a restart the kernel may take a moment to let go of it."""
-        where = self._place
-        return wait_until(lambda: port_is_free(where.host, where.port), 5 if self._published else 0, interval=0.2)
+    def _await_port(self, host: str, port: int) -> bool:
+        """Whether a port is free; after a restart the kernel may take a moment to let go of it."""
+        return wait_until(lambda: port_is_free(host, port), 5 if self._published else 0, interval=0.2)
 
     def _await_answer(self) -> None:
         """Wait until the engine has answered a real request.
@@ -195,7 +202,35 @@ class Supervisor:
             return
         holders = set(port_owners(self._place.port))
         if holders and not holders & self._process.pids():
-            raise _Down(port_in_use(self._place), quote=False)
+            raise _Down(port_in_use(self._place.port), quote=False)
+
+    def _look_over(self) -> None:
+        """See that what answers is what was asked for, and that it thinks as the run needs it to.
+
+        Raises:
+            _Down: if it is not, or ends.
+            End: when the server is not wanted any more.
+        """
+        log_tail, model = (self._process.log.tail, Path(self._spec["model"])) if self._process else (str, None)
+        check = self._boot = BootCheck(
+            self.config,
+            self._engine,
+            self._place,
+            model=model,
+            served_model=self.status.model,
+            log_tail=log_tail,
+            deadline=time.monotonic() + self._servers.start_timeout,
+        )
+        try:
+            while not check.done:
+                if self._process and self._process.has_ended():
+                    raise _Down(f"{self._process.how_it_ended()} while it was looked over")
+                self._tick(0.2)
+        finally:
+            check.stop()
+        if check.problem:
+            raise _Down(check.problem, quote=False)
+        remove_secrets(self._launch)
 
     def _publish(self) -> None:
         """Say `ready`, and write the readiness file unless this was a restart."""
@@ -209,22 +244,8 @@ class Supervisor:
         log.info("server %s: ready (start %d)", self.name, self.status.instance)
 
     def _write_ready(self) -> None:
-        config, where = self.config, self._place
-        model = Path(self._spec["model"])
-        digest = launch_digest(config, where, model, self._spec["model_digest"])
-        version = getattr(self._engine, "version", None)
-        lease = Lease(
-            server=self.name,
-            url=where.url,
-            supervisor=self._me.to_json(),
-            launch_digest=digest,
-            model=self.status.model or "" if self._external else str(model),
-            model_digest=self._spec["model_digest"],
-            served_model=self.status.model,
-            capacity=self.status.capacity,
-            instance=self.status.instance,
-            engine={"kind": self._engine.kind, "version": version(where) if version and not self._external else ""},
-        )
+        facts = self._boot.facts if self._boot else {}
+        lease = make_lease(self.config, self._engine, self._place, self._spec, self.status, facts)
         deadline = time.monotonic() + 60
         while True:
             try:
@@ -260,7 +281,8 @@ class Supervisor:
         moved = self._watch.note(load, self._place, self._outstanding())
         status, now = self.status, time.time()
         if load is not None:
-            status.running, status.queued, status.capacity = load.running, load.queued, load.capacity
+            status.running, status.queued = load.running, load.queued
+            status.capacity = load.capacity or (self._boot.report.capacity if self._boot else None)
             status.completion_tokens, status.prompt_tokens = load.completion_tokens, load.prompt_tokens
             status.details, status.answered_at = dict(load.details), now
         if moved:
@@ -284,6 +306,7 @@ class Supervisor:
         self.status.state, self.status.message = ("restarting" if self._published else "starting"), cause
         self._write_status()
         process, self._process = self._process, None
+        remove_secrets(self._launch)
         if process is None:
             return cause
         if not process.stop(self._write_status_now_and_then()):
@@ -325,6 +348,7 @@ class Supervisor:
         self._write_status()
         if self._process and not self._process.stop(self._write_status_now_and_then()):
             log.error("server %s: some processes of its engine cannot be killed", self.name)
+        remove_secrets(self._launch)
         status = read_status(self._layout, self.name)
         if status and status.identity("supervisor") == self._me:
             with contextlib.suppress(OSError):

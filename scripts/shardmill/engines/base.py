@@ -13,12 +13,18 @@ from ..config import Config
 class Launch:
     """How to start one server: a command that never passes a shell, and additions to its environment.
 
-    Secrets go into `environment` or a file, never into `command`, where every user of the machine
+    Secrets go into `environment` or `files`, never into `command`, where every user of the machine
     can read them.
+
+    Args:
+        files: what to write before the start, by path, for its owner's eyes alone; removed once the server is ready.
+        ports: further ports that must be free.
     """
 
     command: list[str]
     environment: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    ports: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,23 @@ class Answer:
     completion_token_ids: list[int] | None = None
 
 
+@dataclass(frozen=True)
+class BootReport:
+    """What a server that has begun to answer says of itself, and what of that is not as configured.
+
+    Args:
+        facts: for the readiness file and the manifest, so never a secret.
+        errors: why it must not be used, in words.
+        warnings: what is less than asked for, but may be used.
+        capacity: requests that can run at once; None where it does not say.
+    """
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    errors: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    capacity: int | None = None
+
+
 FaultKind = Literal[
     # About the prompt itself; final.
     "too_long",
@@ -108,9 +131,14 @@ class Fault:
 
 
 class Engine(Protocol):
-    """The adapter. All of it is pure but `load`, which makes HTTP requests with a deadline."""
+    """The adapter. All of it is pure but `load` and `boot_report`, which make HTTP requests with a deadline, and
+    `launch`, which may ask the installed engine what it is.
+
+    `proves_thinking`: whether a server must prove the thinking contract by a whole answer before it becomes ready.
+    """
 
     kind: str
+    proves_thinking: bool
 
     def launch(self, config: Config, place: ServerPlace, model: Path) -> Launch:
         """The command that starts one server of `model`.
@@ -122,6 +150,15 @@ class Engine(Protocol):
 
     def load(self, place: ServerPlace, *, timeout: float) -> Load | None:
         """The server's load, or None while it does not answer."""
+        ...
+
+    def boot_report(self, config: Config, place: ServerPlace, model: Path | None, log_tail: str) -> BootReport:
+        """What a server that has just begun to answer is, compared with what was asked for.
+
+        Args:
+            model: what it was launched with; None of an external server.
+            log_tail: the end of its log; empty of an external server.
+        """
         ...
 
     def window(self, config: Config) -> int:

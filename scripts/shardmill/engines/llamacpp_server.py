@@ -64,7 +64,7 @@ def main() -> int:
         print(f"error: llama.cpp cannot be loaded: {error} (is the system package libgomp1 installed?)", flush=True)
         return 1
     except (RuntimeError, OSError) as error:
-        print(f"error: llama.cpp did not start: {error}", flush=True)
+        print(f"llama.cpp did not start: {error}", flush=True)  # why is in its own lines
         return 1
     print(f"listening on {server.listening_address}", flush=True)
     while True:

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ..config import Config
 from ..errors import UserError
-from .base import Answer, Fault, FaultKind, Launch, Load, ServerPlace
+from .base import Answer, BootReport, Fault, FaultKind, Launch, Load, ServerPlace
 
 _MESSAGE_LENGTH = 600
 _TOO_LONG = re.compile(
@@ -50,6 +50,7 @@ class OpenAI:
     """Adapter for a server of unknown make: no load to read, and nothing to launch."""
 
     kind = "openai"
+    proves_thinking = True
 
     def launch(self, config: Config, place: ServerPlace, model: Path) -> Launch:
         raise UserError("an external server is not started from here", where=f"server {place.name}")
@@ -58,6 +59,10 @@ class OpenAI:
         """No figures; only whether it answers."""
         response = get(place, "/v1/models", timeout=timeout)
         return None if response is None or response.status_code >= 500 else Load(running=0, queued=0)
+
+    def boot_report(self, config: Config, place: ServerPlace, model: Path | None, log_tail: str) -> BootReport:
+        """Nothing is known of a server of unknown make."""
+        return BootReport()
 
     def window(self, config: Config) -> int:
         return config.engine.external.window

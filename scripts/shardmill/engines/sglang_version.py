@@ -57,7 +57,9 @@ def installed_version(python: str) -> str:
         )
     except subprocess.TimeoutExpired:
         what = f"does not start within {_VERSION_SECONDS:.0f} s"
-        raise UserError(what, where=python, hint="a Python on a network disk can be that slow; use local disk") from None
+        raise UserError(
+            what, where=python, hint="a Python on a network disk can be that slow; use local disk"
+        ) from None
     except OSError as error:
         raise UserError(f"cannot be run ({error.strerror})", where=python, hint=_HINT) from None
     version = done.stdout.strip()
