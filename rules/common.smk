@@ -27,14 +27,20 @@ wildcard_constraints:
     server=r"\d+",
 
 
-def get_servers(wildcards):
-    """Readiness files for a shard that still has something to generate, none for one that has not."""
-    return [layout.ready(name) for name in plan.config.server_names] if needs_servers(wildcards.shard) else []
+def get_index(wildcards):
+    """The prompt index, for a shard that is to be made: a new index must not reach the finished ones.
+
+    With `ancient()` Snakemake would not look at a shard's own params while the index is to be made.
+    """
+    return [layout.prompt_index] if wildcards.shard in plan.pending else []
 
 
-def get_canary(wildcards):
-    """The canary's report, for a shard that still has something to generate."""
-    return [layout.canary] if needs_servers(wildcards.shard) and not plan.config.quality.canary.skip else []
+def get_means(wildcards):
+    """Servers and the canary's report, for a shard that still has something to generate; nothing for one that has not."""
+    if wildcards.shard not in plan.unanswered:
+        return []
+    canary = [] if plan.config.quality.canary.skip else [layout.canary]
+    return [*map(layout.ready, plan.config.server_names), *canary]
 
 
 def get_completions(wildcards):
@@ -49,8 +55,6 @@ def get_results(wildcards):
         layout.dataset_rejects,
         layout.manifest,
         *map(layout.completions, plan.shards),
+        # That a shard has lost another file of its own would not be noticed otherwise.
+        *(make(shard) for shard in sorted(plan.pending) for make in (layout.rejects, layout.stats)),
     ]
-
-
-def needs_servers(shard):
-    return shard in plan.unanswered

@@ -5,10 +5,8 @@
 rule generate:
     """Answer one shard's prompts; what its journal already holds is not asked again."""
     input:
-        # Which shards a new index changes is said by the digest among the params.
-        index=ancient(layout.prompt_index),
-        servers=get_servers,
-        canary=get_canary,
+        index=get_index,
+        means=get_means,
     output:
         completions=layout.completions("{shard}"),
         rejects=layout.rejects("{shard}"),
@@ -22,7 +20,5 @@ rule generate:
     params:
         prompts=lambda wildcards: plan.digests[wildcards.shard],
         answers=plan.answers,
-    message:
-        "Answering shard {wildcards.shard}"
     script:
         "../scripts/generate.py"

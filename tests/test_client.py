@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import requests
+
 from shardmill import client as client_module
 from shardmill.client import Call, Client
 

@@ -6,12 +6,13 @@ import datetime
 from pathlib import Path
 from typing import Any
 
-import document_config
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
+
+import document_config
 from shardmill import contract
 from shardmill.config import Config, key_paths
 from shardmill.errors import UserError

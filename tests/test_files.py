@@ -15,6 +15,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from shardmill.errors import UserError
 from shardmill.files import (
     atomic_writer,

@@ -17,6 +17,7 @@ from typing import Any
 
 import orjson
 import pytest
+
 from shardmill import journal as journal_module
 from shardmill.errors import UserError
 from shardmill.journal import Journal, decode_entry, encode_entry, iter_entries

@@ -10,6 +10,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from shardmill.journal import Journal, encode_entry, iter_entries
 
 IDS = st.sampled_from(["a", "b", "é\u2028", "", "\n"])

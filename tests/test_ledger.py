@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 import pytest
+
 from shardmill import ledger as ledger_module
 from shardmill.errors import UserError
 from shardmill.ledger import ROWS, SERVERS, Ledger
@@ -434,11 +435,12 @@ def test_a_full_disk_is_a_clear_line_and_no_sudden_death(tmp_path: Path):
     mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(disk)]
     if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("no right to mount a small file system")
+    worker = Worker(disk / "run.ledger")
     try:
-        worker = Worker(disk / "run.ledger")
         assert "cannot be used (No space left on device)" in worker.first
-        assert worker.child.wait() == 3
+        assert worker.child.wait(60) == 3
     finally:
+        worker.kill()
         subprocess.run(["umount", str(disk)], check=True)
 
 

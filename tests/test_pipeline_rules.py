@@ -68,7 +68,7 @@ def test_deleted_completions_are_made_again_from_the_journal(finished: Workspace
 def test_a_shards_other_files_deleted(counted: Workspace, door: Door, name: str) -> None:
     counted.path(name).unlink()
     jobs = counted.finish().jobs
-    assert jobs.pop("generate") == 1 and jobs.pop("merge") == 1 and set(jobs) <= {"serve"}
+    assert jobs.pop("generate") == 1 and jobs.pop("merge") == 1 and set(jobs) <= {"serve", "canary"}
     assert asked(door) == []
     check_complete(counted, IDS)
 
@@ -77,7 +77,7 @@ def test_a_lost_journal_costs_its_own_shard_only(counted: Workspace, door: Door)
     for path in counted.results.glob("*/00001.*"):
         if path.parent.name in ("journals", "completions"):
             path.unlink()
-    assert counted.finish().jobs == {"serve": 1, "generate": 1, "merge": 1}
+    assert counted.finish().jobs == {"serve": 1, "canary": 1, "generate": 1, "merge": 1}
     assert asked(door) == texts(IDS[6:12])
     check_complete(counted, IDS)
 
@@ -163,7 +163,8 @@ def test_another_run_name_leaves_the_first_alone(finished: Workspace) -> None:
 def test_what_cannot_change_an_answer_makes_nothing_again(finished: Workspace, change: dict[str, Any]) -> None:
     before = finished.snapshot()
     finished.configure(**change)
-    assert finished.run("--cores", "3").did_nothing
+    result = finished.run("--cores", "3")
+    assert result.did_nothing, result.output
     assert finished.snapshot() == before
 
 
@@ -197,7 +198,7 @@ def test_appended_prompts_make_their_own_shards_only(counted: Workspace, door: D
     before = counted.snapshot()
     counted.write_prompts(prompts(FINISHED + 6))
     # The last shard held 2 of 6; now it is full, and there is another.
-    assert counted.finish().jobs == {"prepare_prompts": 1, "serve": 1, "generate": 2, "merge": 1}
+    assert counted.finish().jobs == {"prepare_prompts": 1, "serve": 1, "canary": 1, "generate": 2, "merge": 1}
     ids = list(TEXT_OF)[: FINISHED + 6]
     assert asked(door) == texts(ids[FINISHED:])
     check_complete(counted, ids)
@@ -215,7 +216,7 @@ def test_an_edited_prompt_is_asked_alone(counted: Workspace, door: Door) -> None
     records = prompts(FINISHED)
     records[8]["prompt"] = "What is new?"
     counted.write_prompts(records)
-    assert counted.finish().jobs == {"prepare_prompts": 1, "serve": 1, "generate": 1, "merge": 1}
+    assert counted.finish().jobs == {"prepare_prompts": 1, "serve": 1, "canary": 1, "generate": 1, "merge": 1}
     assert asked(door) == ["What is new?"]
     made = check_complete(counted, IDS)
     assert made[8]["messages"][0]["content"] == "What is new?"

@@ -63,7 +63,7 @@ class SGLang(Section):
     version: str | None = Field(
         None,
         pattern=r"^[0-9][0-9A-Za-z.+]*$",
-        description=f"Version that the servers must have; left out: `python`'s, or {DEFAULT_VERSION} where it is built.",
+        description=f"Version that the servers must have; left out: `python`'s, or {DEFAULT_VERSION} if built here.",
     )
     context_length: int | None = Field(
         None, ge=64, description="Tokens of prompt and answer together; left out: the model's own."
@@ -161,7 +161,9 @@ def sglang_conflicts(config: Any) -> list[tuple[str, str]]:
         text = f"the ports {nccl.start} to {nccl.stop - 1} are among those of `servers.port` ({ports.start} to "
         found.append((f"{key}.nccl_port", f"{text}{ports.stop - 1}); write another one"))
     if config.thinking.enabled and not settings.reasoning_parser:
-        text = "is left out although `thinking.enabled` is true, so thoughts would stand in the answers; write `qwen3`, say"
+        text = (
+            "is left out although `thinking.enabled` is true: thoughts would stand in the answers; write `qwen3`, say"
+        )
         found.append((f"{key}.reasoning_parser", text))
     found += _speculative_conflicts(f"{key}.speculative", settings.speculative)
     found += [(f"{key}.arguments", problem) for problem in argument_problems(settings.arguments)]

@@ -1,7 +1,8 @@
 """SGLang's own environment, built from exact pins on local disk: found, checked, and rebuilt where it is broken.
 
 It lies outside the run's folder, because it belongs to the machine: `<base>/sglang-<version>-<hash>`, where the hash
-is that of the pins and of the Python that makes it. `shardmill.json` in it is written last of all.
+is that of the pins and of the Python that makes it. `shardmill.json` in it is written last of all, twice: Snakemake
+removes its copy, the rule's output, before it runs the rule, and that must not make a whole environment look broken.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import psutil
 
 from .config import Config
 from .errors import UserError
-from .files import read_json_or_none, sha256_hex, write_json
+from .files import read_json, read_json_or_none, sha256_hex, write_json
 from .logs import get_logger
 from .model.locks import FileLock
 
@@ -28,6 +29,7 @@ log = get_logger(__name__)
 
 ENVS = Path(__file__).resolve().parents[2] / "envs"
 RECORD = "shardmill.json"
+_OWN_RECORD = ".shardmill.json"
 # Importing PyTorch from a network disk takes minutes, in each of a server's processes, and sometimes never ends.
 NETWORK_DISKS = frozenset({"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "smb3", "ceph", "afs", "panfs", "wekafs"})
 _CHECK = "import importlib.metadata, sglang, torch; print(importlib.metadata.version('sglang'))"
@@ -75,9 +77,13 @@ def environment_problem(config: Config) -> str | None:
     record = environment_record(config)
     if record is None or not os.path.lexists(record):
         return None
+    return _problem(config, record)
+
+
+def _problem(config: Config, record: Path) -> str | None:
     folder, value = record.parent, read_json_or_none(record)
     if not isinstance(value, dict):
-        return f"{RECORD} is damaged"
+        return "its record is missing or damaged"
     if value.get("recipe") != _recipe(config.engine.sglang.build_version):
         return "it was made from other pins"
     if not os.access(folder / "bin" / "python", os.X_OK):
@@ -93,8 +99,9 @@ def clear_broken_environment(config: Config) -> list[str]:
     problem, record = environment_problem(config), environment_record(config)
     if problem is None or record is None:
         return []
-    with contextlib.suppress(OSError):
-        record.unlink()
+    for path in (record, record.with_name(_OWN_RECORD)):
+        with contextlib.suppress(OSError):
+            path.unlink()
     return [f"SGLang's environment is made anew: {problem} ({record.parent})"]
 
 
@@ -110,15 +117,18 @@ def build_environment(config: Config) -> Path:
         log.warning("%s is on a network disk (%s): servers may start slowly or hang there", folder, disk)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f".{folder.name}.lock")):
-        record = folder / RECORD
-        if record.exists() and environment_problem(config) is None:
+        own = folder / _OWN_RECORD
+        if _problem(config, own) is None:
             log.info("SGLang %s is there: %s", version, folder)
+            write_json(folder / RECORD, read_json(own))
             return folder
         shutil.rmtree(folder, ignore_errors=True)
         log.info("building SGLang %s in %s (several GB, minutes)", version, folder)
         _install(folder, lock_file)
         found = _run_step("importing it", [folder / "bin" / "python", "-c", _CHECK], timeout=_CHECK_SECONDS)
-        write_json(record, {"recipe": _recipe(version), "version": found.split()[-1], "python": sys.version.split()[0]})
+        record = {"recipe": _recipe(version), "version": found.split()[-1], "python": sys.version.split()[0]}
+        write_json(own, record)
+        write_json(folder / RECORD, record)
         log.info("SGLang %s is built: %s", version, folder)
     return folder
 
@@ -152,8 +162,7 @@ def _run_step(step: str, command: list[str | Path], *, timeout: float | None = N
             list(map(str, command)),
             check=False,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             text=True,
             timeout=timeout,
             env=environment,

@@ -58,9 +58,9 @@ def start_server(config: Config, name: str, model: Path, model_digest: str) -> N
     _end_predecessor(config, name)
     if config.engine.kind != "external":
         launch = prepare(config, where, model)
-        _await_port(config, where.host, where.port)
+        _await_port(config, name, where.host, where.port)
         for port in launch.ports:
-            _await_port(config, ANY_HOST, port, OTHER_PORTS_KEY)
+            _await_port(config, name, ANY_HOST, port, OTHER_PORTS_KEY)
     _write_spec(config, name, model, model_digest)
     with contextlib.suppress(FileNotFoundError):
         layout.ready(name).unlink()
@@ -95,7 +95,7 @@ def _end_predecessor(config: Config, name: str) -> None:
         raise UserError(f"processes of an earlier server cannot be killed (pids {pids})", where=f"server {name}")
 
 
-def _await_port(config: Config, host: str, port: int, key: str = "servers.port") -> None:
+def _await_port(config: Config, name: str, host: str, port: int, key: str = "servers.port") -> None:
     """Wait for a port while a server of this run is stopping on it; refuse at once if it is anyone else's."""
     deadline = time.monotonic() + config.servers.stop_timeout + _GRACE
     while True:
@@ -105,7 +105,7 @@ def _await_port(config: Config, host: str, port: int, key: str = "servers.port")
         except OSError as error:
             raise UserError(f"cannot listen on {host!r}: {error.strerror}", where="servers.host") from None
         if not _is_ours(config.layout, port) or time.monotonic() > deadline:
-            raise UserError(port_in_use(port, key), where="servers")
+            raise UserError(port_in_use(port, key), where=f"server {name}")
         time.sleep(0.2)
 
 

@@ -32,7 +32,7 @@ class Lease:
         server: its name in the pool.
         url: base URL of the server.
         supervisor: identity of the process that wrote this (`Identity.to_json`).
-        launch_digest: hash of what was launched, see `shardmill.launch.launch_digest`.
+        launch_digest: hash of what was launched, see `shardmill.place.launch_digest`.
         model: path (or, of an external server, name) of what it serves.
         model_digest: digest of the model's files.
         served_model: name that requests should carry as `model`; None if any will do.

@@ -76,7 +76,11 @@ def prepare(config: Config, where: ServerPlace, model: Path) -> Launch:
     Raises:
         UserError: if the settings cannot work with the installed engine.
     """
-    launch = engine_for(config).launch(config, where, model)
+    return launch_at(config, where, engine_for(config).launch(config, where, model))
+
+
+def launch_at(config: Config, where: ServerPlace, launch: Launch) -> Launch:
+    """A launch with its server's GPUs and mark."""
     environment = {MARK_VARIABLE: server_mark(config.layout, where.name)}
     if where.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(where.gpus)

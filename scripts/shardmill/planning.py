@@ -15,11 +15,14 @@ from typing import Any
 
 from . import contract
 from .config import Config
+from .engine_env import clear_broken_environment, environment_record
 from .files import read_json_or_none
 from .layout import Layout
 from .lease import clear_stale
 from .load_config import load_config
+from .model.download import manifest_problem
 from .model.staging import staged_file, staging_problem
+from .owner import owner_is_alive
 from .prompts.shards import damaged_shards
 from .prompts.survey import Survey, cached_survey
 from .shard_files import is_answered, is_complete, locked_model_digest
@@ -74,6 +77,11 @@ class Plan:
         return staged_file(self.config)
 
     @property
+    def engine_environment(self) -> Path | None:
+        """The file that says the engine's own environment is whole; None where none is to be built."""
+        return environment_record(self.config)
+
+    @property
     def model_files(self) -> list[Path]:
         """The files that say that servers can read the model."""
         staged = self.staged_manifest
@@ -105,16 +113,29 @@ def make_plan(settings: dict[str, Any]) -> Plan:
 
 
 def clear_lies(plan: Plan) -> list[str]:
-    """Remove files that claim what is no longer so; returns a line to be told for each."""
-    told = (
-        clear_stale(plan.config) if any(plan.layout.ready(name).exists() for name in plan.config.server_names) else []
-    )
+    """Remove files that claim what is no longer so; returns a line to be told for each.
+
+    While another process owns the run, nothing is touched: what looks wrong from here may be what it is working on.
+    """
+    config, layout = plan.config, plan.layout
+    if owner_is_alive(layout):
+        return []
+    told = clear_stale(config) if any(layout.ready(name).exists() for name in config.server_names) else []
+    if not plan.pending:
+        return told
+    told += clear_broken_environment(config)
+    if problem := manifest_problem(config):
+        layout.model_manifest.unlink(missing_ok=True)
+        told.append(f"the model is checked anew: {problem}")
     staged = plan.staged_manifest
-    if plan.pending and staged and staged.exists() and (problem := staging_problem(plan.config)):
+    if staged and staged.exists() and (problem := staging_problem(config)):
         staged.unlink(missing_ok=True)
         told.append(f"the staged model is made anew: {problem}")
-    index = read_json_or_none(plan.layout.prompt_index)
-    if index and plan.pending and (damaged := damaged_shards(plan.layout, index, sorted(plan.pending))):
-        plan.layout.prompt_index.unlink(missing_ok=True)
-        told.append(f"the prompt shards are made anew: {len(damaged)} of them are missing or damaged")
+    index = read_json_or_none(layout.prompt_index)
+    # An index of another input is made again in any case.
+    if index and index.get("digest") == plan.survey.digest:
+        damaged = damaged_shards(layout, index, sorted(plan.pending))
+        if damaged:
+            layout.prompt_index.unlink(missing_ok=True)
+            told.append(f"the prompt shards are made anew: {len(damaged)} of them are missing or damaged")
     return told

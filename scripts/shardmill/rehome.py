@@ -39,6 +39,23 @@ def rehome(layout: Layout, index: dict[str, Any]) -> int:
     return copied
 
 
+def remove_strays(layout: Layout, index: dict[str, Any]) -> int:
+    """Remove the files of shards that are no more, so that nobody takes them for part of the result.
+
+    Their journals stay: what was answered is kept, whatever becomes of its prompt. Returns the number of files.
+    """
+    names = {entry["name"] for entry in index["shards"]}
+    strays = [
+        path
+        for make in (layout.completions, layout.rejects, layout.stats)
+        for path in make("0").parent.glob("[0-9]*")
+        if path.name.split(".")[0] not in names
+    ]
+    for path in strays:
+        path.unlink(missing_ok=True)
+    return len(strays)
+
+
 def _homes(layout: Layout, index: dict[str, Any]) -> dict[str, str]:
     """Shard of every prompt id."""
     return {

@@ -10,7 +10,7 @@ from typing import Any
 
 from .answers import Lengths
 
-FLAGS = Path(__file__).with_name("launch_flags.tsv")
+FLAGS = Path(__file__).parents[2] / "scripts" / "shardmill" / "engines" / "sglang_flags.tsv"
 VERSIONS = ("0.5.11", "0.5.23")
 _TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "json": json.loads}
 

@@ -7,6 +7,7 @@ production metrics), as measured with 0.5.23 and read from 0.5.11.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import uuid
 from collections.abc import Iterator
@@ -168,7 +169,7 @@ def read_metrics(text: str) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for name, labels, value in _samples(text):
-        if any(labels.get(rank, "0") != "0" for rank in ("tp_rank", "pp_rank", "moe_ep_rank")) or value != value:
+        if math.isnan(value) or any(labels.get(rank, "0") != "0" for rank in ("tp_rank", "pp_rank", "moe_ep_rank")):
             continue
         key = f"{name}/{labels['mode']}" if "mode" in labels else name
         is_share = name in ("token_usage", "mamba_usage", "spec_accept_length", "spec_accept_rate")

@@ -13,8 +13,9 @@ _TOO_LONG = re.compile(
 )
 # A template's own complaint comes back as it stands, without a word that it is the template's.
 _TEMPLATE = re.compile(
-    r"jinja|chat[ _]template|template (error|syntax)|no user query found|system message must be|unexpected message role|"
-    r"unexpected item type|roles must alternate|no messages provided|conversation roles|system message cannot|"
+    r"jinja|chat[ _]template|template (error|syntax)|no user query found|system message must be|"
+    r"unexpected message role|unexpected item type|roles must alternate|no messages provided|"
+    r"conversation roles|system message cannot|"
     r"is undefined\b|has no attribute",
     re.IGNORECASE,
 )

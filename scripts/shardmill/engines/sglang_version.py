@@ -116,10 +116,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def flags_of(config: Config, version: str) -> FlagTable:
-    """The launch flags of a version: its own `--help`, read once and kept, or the recorded list where that cannot be had.
-
-    Raises:
-        UserError: never; an unreadable `--help` is logged, and the newest recorded list is used.
+    """The launch flags of a version: its own `--help`, read once and kept below `run.results`; where that cannot be
+    had, as on a laptop, the recorded list.
     """
     python = python_path(config)
     if not python.exists():

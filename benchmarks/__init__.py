@@ -1,0 +1,1 @@
+"""Measurements that anyone can repeat; docs/benchmarks.md says what they showed."""
