@@ -37,15 +37,15 @@ def get_index(wildcards):
 
 def get_means(wildcards):
     """Servers and the canary's report, for a shard that still has something to generate; nothing for one that has not."""
-    if wildcards.shard not in plan.unanswered:
+    if wildcards.shard not in plan.in_need:
         return []
     canary = [] if plan.config.quality.canary.skip else [layout.canary]
     return [*map(layout.ready, plan.config.server_names), *canary]
 
 
 def get_completions(wildcards):
-    """Every shard's files."""
-    return [make(shard) for shard in plan.shards for make in (layout.completions, layout.rejects, layout.stats)]
+    """Every shard's completions."""
+    return [*map(layout.completions, plan.shards)]
 
 
 def get_results(wildcards):
@@ -55,6 +55,4 @@ def get_results(wildcards):
         layout.dataset_rejects,
         layout.manifest,
         *map(layout.completions, plan.shards),
-        # That a shard has lost another file of its own would not be noticed otherwise.
-        *(make(shard) for shard in sorted(plan.pending) for make in (layout.rejects, layout.stats)),
     ]

@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 from pydantic import BaseModel
+
 from shardmill.config import Config
 
 ROOT = Path(__file__).resolve().parent.parent

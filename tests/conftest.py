@@ -34,7 +34,9 @@ def workspace(tmp_path: Path, models: Callable[..., Path]) -> Iterator[Callable[
     """Makes working folders; whatever runs in them is killed at the end."""
     made: list[Workspace] = []
 
-    def new(name: str = "work", *, model: Path | None = None, of: Workspace | None = None, **settings: Any) -> Workspace:
+    def new(
+        name: str = "work", *, model: Path | None = None, of: Workspace | None = None, **settings: Any
+    ) -> Workspace:
         folder = tmp_path / name
         made.append(of.copy(folder) if of else Workspace(folder, model or models()))
         made[-1].configure(**settings)

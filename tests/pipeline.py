@@ -370,9 +370,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 def read_dataset(workspace: Workspace) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Completions and rejects of a finished run."""
-    return tuple(
-        read_records(workspace.path("dataset", f"{name}.jsonl.zst")) for name in ("completions", "rejected")
-    )  # type: ignore[return-value]
+    return tuple(read_records(workspace.path("dataset", f"{name}.jsonl.zst")) for name in ("completions", "rejected"))  # type: ignore[return-value]
 
 
 def check_complete(workspace: Workspace, ids: list[str]) -> list[dict[str, Any]]:

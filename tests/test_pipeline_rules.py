@@ -157,7 +157,7 @@ def test_another_run_name_leaves_the_first_alone(finished: Workspace) -> None:
         {"servers": {"port": 31000, "linger": 5, "max_restarts": 1, "stop_timeout": 3, "stall_after": 99}},
         {"servers": {"count": None, "gpus": [0, 1, 2]}},
         {"dispatch": {"queue": 7, "attempts_per_fault": 2}, "engine": {"llamacpp": {"slots": 2, "threads": 2}}},
-        {"engine": {"kind": "sglang", "sglang": {"max_running_requests": 7}}},
+        {"engine": {"kind": "sglang", "sglang": {"max_running_requests": 7, "reasoning_parser": "qwen3"}}},
     ],
 )
 def test_what_cannot_change_an_answer_makes_nothing_again(finished: Workspace, change: dict[str, Any]) -> None:
@@ -242,7 +242,9 @@ def test_another_shard_size_is_refused_unless_asked_for(counted: Workspace, door
     counted.configure(run={"recut": True})
     assert counted.finish().jobs["generate"] == 3
     assert asked(door) == []
-    assert sum(json.loads(path.read_text())["requests_sent"] for path in counted.results.glob("stats/0000[012].json")) == 0
+    assert (
+        sum(json.loads(path.read_text())["requests_sent"] for path in counted.results.glob("stats/0000[012].json")) == 0
+    )
     assert {record["id"]: record["messages"] for record in check_complete_cut(counted)} == answers
     counted.configure(run={"recut": False})
     assert counted.run().did_nothing

@@ -111,6 +111,9 @@ class External(Section):
     )
     flavor: Literal["sglang", "llamacpp", "openai"] = Field("openai", description="What kind of engine answers there.")
     model: str | None = Field(None, description="Model name to send; left out: the first that the server lists.")
+    api_key_env: str | None = Field(
+        None, min_length=1, description="Name of the environment variable that holds the servers' api key."
+    )
     window: int = Field(16, ge=1, description="Requests in flight per server where the server shows no capacity.")
 
 
@@ -213,8 +216,7 @@ class Thinking(Section):
 
     enabled: bool | None = Field(
         None,
-        description="true: every answer must hold a thought; false: none may; left out: a model without a "
-        "thinking mode.",
+        description="true: every answer must hold a thought; false: none may; left out: either will do.",
     )
     template_key: str = Field("enable_thinking", description="Name of the switch in the model's chat template.")
 

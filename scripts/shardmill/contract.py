@@ -146,9 +146,18 @@ def lock(config: Config) -> None:
     answers = answer_settings(config)
     # Another chat template leaves the model's files, and so their digest, as they were.
     same_model = old is not None and old.answers["model"].get("source") == config.model.source
-    new = Contract(answers, config.shards.size, old.model_digest if old and same_model else None)
+    known = old.model_digest if old and same_model else _digest_at_hand(config)
+    new = Contract(answers, config.shards.size, known)
     if old is None or canonical_json(vars(new)) != canonical_json(vars(old)):
         new.write(layout)
+
+
+def _digest_at_hand(config: Config) -> str | None:
+    """The digest of the model that this run has obtained already, should its contract have been lost."""
+    manifest = read_json_or_none(config.layout.model_manifest)
+    return (
+        manifest.get("digest") if isinstance(manifest, dict) and manifest.get("source") == config.model.source else None
+    )
 
 
 def lock_model(config: Config, digest: str) -> None:

@@ -65,6 +65,7 @@ class Conversation:
     server: int | None = None  # where its last turn was answered
     _turn: int = 0
     _attempt: int = 1
+    _applied: int = 0  # entries about the current request that this state holds already
     _history: list[dict[str, Any]] = field(default_factory=list)
     _ahead: list[dict[str, Any]] = field(default_factory=list)
 
@@ -114,7 +115,7 @@ class Conversation:
     def replay(self, entries: Sequence[dict[str, Any]]) -> bool:
         """Apply the journal's entries for the current request; says whether the state moved on to another."""
         turn = self._turn
-        for entry in entries:
+        for entry in entries[self._applied :]:
             if self.outcome or self._turn != turn:
                 break
             self.apply(entry)
@@ -122,6 +123,7 @@ class Conversation:
 
     def apply(self, entry: dict[str, Any]) -> None:
         """Take in one journal entry about the current request."""
+        self._applied += 1
         match entry["kind"]:
             case "crash":
                 self.crashes += 1
@@ -151,13 +153,13 @@ class Conversation:
         self.answers.append({**kept, **{key: answer[key] for key in ("finish_reason", "usage")}})
         self._turn += 1
         self._attempt = 1
-        if self._ahead:
-            while self._ahead:
-                message = self._ahead.pop(0)
-                self._history.append(message)
-                if message["role"] == "user":
-                    return
-        self.outcome = "accepted"
+        self._applied = 0
+        next_user = next((at for at, message in enumerate(self._ahead) if message["role"] == "user"), None)
+        if next_user is None:
+            self.outcome = "accepted"
+            return
+        self._history += self._ahead[: next_user + 1]
+        self._ahead = self._ahead[next_user + 1 :]
 
     def _reject(self, verdict: str, detail: str) -> None:
         self.outcome, self.verdict, self.detail = "rejected", verdict, detail

@@ -18,7 +18,9 @@ from .quality.verdicts import Policy, RateGate, rate_table
 from .run_state import outcome_counts
 from .shard_files import shard_entry, write_shard
 
-RUN_CHECK_INTERVAL = 5.0
+RUN_CHECK_INTERVAL = 5.0  # seconds
+# A shard of at least this many prompts that ends with no completion at all fails, however few that is for statistics.
+NOTHING_LEFT = 5
 
 
 class ShardRun:
@@ -56,6 +58,8 @@ class ShardRun:
         entry = shard_entry(self.layout, self.shard)
         prompts = read_shard(self.layout, self.shard, entry)
         self._total = len(prompts)
+        # Should this job fail, the next one must not believe that the journal holds everything.
+        self.layout.stats(self.shard).unlink(missing_ok=True)
         with Journal(self.layout.journal(self.shard)) as journal:
             conversations = [Conversation(prompt, self.terms) for prompt in prompts]
             try:
@@ -78,21 +82,22 @@ class ShardRun:
     def _check_rate(self, conversation: Conversation) -> None:
         """Stop at once when the rate of rejects is surely too high: bad answers cost as much as good ones."""
         self._settled.append(conversation)
-        settled = self._settled[:]
-        rejected = [c for c in settled if c.outcome == "rejected"]
-        if conversation.outcome == "rejected" and self._gate.fails(len(rejected), len(settled)):
-            raise too_many_rejects(f"shard {self.shard}", settled, self._gate)
+        if conversation.outcome == "rejected":
+            settled = self._settled[:]
+            if self._gate.fails(_rejected(settled), len(settled)):
+                raise too_many_rejects(f"shard {self.shard}", settled, self._gate)
 
     def _check_whole(self, conversations: list[Conversation]) -> None:
         """The same at the end, over what the journal brought as well."""
-        rejected = sum(c.outcome == "rejected" for c in conversations)
-        if self._gate.fails(rejected, len(conversations)):
+        rejected = _rejected(conversations)
+        nothing_left = rejected == len(conversations) >= NOTHING_LEFT
+        if nothing_left or self._gate.fails(rejected, len(conversations)):
             raise too_many_rejects(f"shard {self.shard}", conversations, self._gate)
 
     def _write_progress(self, done: int, in_flight: int) -> None:
         """Say how far the shard is, and stop with the rest if the whole run goes wrong."""
         settled = self._settled[:]
-        rejected = sum(c.outcome == "rejected" for c in settled)
+        rejected = _rejected(settled)
         value = {
             "shard": self.shard,
             "prompts": self._total,
@@ -120,6 +125,10 @@ def make_terms(config: Config, model_digest: str) -> Terms:
         policy=Policy.from_config(config.quality),
         poison_after=config.dispatch.poison_after,
     )
+
+
+def _rejected(conversations: list[Conversation]) -> int:
+    return sum(c.outcome == "rejected" for c in conversations)
 
 
 def too_many_rejects(

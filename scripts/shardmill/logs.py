@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ from .errors import UserError
 
 FILE_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 CONSOLE_FORMAT = "[%(asctime)s] %(message)s"
+
+# Faults of the disk and not of the program: no room, no quota, read-only, no permission, broken.
+DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 
 get_logger = logging.getLogger
 
@@ -51,6 +55,11 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: object
         logger.error("error: %s", error)
     elif issubclass(kind, KeyboardInterrupt):
         logger.error("interrupted: finished answers are kept; the same command goes on from here")
+    elif isinstance(error, OSError) and error.errno in DISK_FAULTS:
+        where = f" {error.filename}" if error.filename else ""
+        logger.error(
+            "error: cannot write%s: %s; see to the disk, then run the same command again", where, error.strerror
+        )
     else:
         log_files = [h.baseFilename for h in logging.getLogger().handlers if isinstance(h, logging.FileHandler)]
         where = f"; the traceback is in {log_files[0]}" if log_files else ""

@@ -59,9 +59,16 @@ class Plan:
         return self._shards_not(is_complete)
 
     @cached_property
-    def unanswered(self) -> frozenset[str]:
-        """Those of them that need servers: the others' answers are all in their journals."""
-        return self._shards_not(is_answered) & self.pending
+    def in_need(self) -> frozenset[str]:
+        """Those of them that need servers.
+
+        A shard whose completions are gone but whose journal holds every answer needs none. One that has
+        completions, but of something else or without their rejects, is given servers in any case: it is
+        for their sake that Snakemake runs it again.
+        """
+        unanswered = self._shards_not(is_answered)
+        layout = self.layout
+        return frozenset(s for s in self.pending if s in unanswered or layout.completions(s).exists())
 
     def _shards_not(self, predicate: Callable[..., bool]) -> frozenset[str]:
         made_of = {"answers": self.answers, "model_digest": locked_model_digest(self.layout)}

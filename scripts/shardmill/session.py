@@ -8,7 +8,9 @@ import secrets
 
 from . import contract
 from .config import Config
+from .errors import UserError
 from .files import read_json_or_none, write_bytes
+from .layout import Layout
 from .owner import RunLock
 
 _held: dict[str, RunLock] = {}
@@ -24,8 +26,33 @@ def begin(config: Config) -> None:
     _held[str(layout.root)] = RunLock.acquire(layout)
     contract.check(config)
     contract.lock(config)
-    if not layout.api_key.exists():
-        write_bytes(layout.api_key, secrets.token_urlsafe(32).encode(), mode=0o600)
+    _place_api_key(config)
+    _sweep(layout)
+
+
+def _place_api_key(config: Config) -> None:
+    """The run's own key, made once; for external servers the key that the user names, or none."""
+    path = config.layout.api_key
+    if config.engine.kind != "external":
+        if not path.exists():
+            write_bytes(path, secrets.token_urlsafe(32).encode(), mode=0o600)
+        return
+    name = config.engine.external.api_key_env
+    if not name:
+        path.unlink(missing_ok=True)
+    elif key := os.environ.get(name, "").strip():
+        write_bytes(path, key.encode(), mode=0o600)
+    else:
+        raise UserError(f"${name} is not set", where="engine.external.api_key_env", hint=f"export {name}=...")
+
+
+def _sweep(layout: Layout) -> None:
+    """Remove the half-written files that killed jobs left; nobody else writes here while this process owns the run."""
+    for folder in ("completions", "rejected", "stats", "progress", "dataset", "quality"):
+        for path in (layout.root / folder).glob(".*.tmp"):
+            path.unlink(missing_ok=True)
+    for path in (layout.root / "progress").glob("*.json"):
+        path.unlink(missing_ok=True)
 
 
 def end(config: Config) -> None:

@@ -1,0 +1,193 @@
+"""Kills, signals and rivals: real Snakemake, real llama.cpp servers, and nothing finished is lost or made twice."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.pipeline import (
+    PATIENCE,
+    Command,
+    Workspace,
+    check_complete,
+    check_nothing_left,
+    check_sent_once,
+    eventually,
+    free_ports,
+    prompts,
+)
+
+COUNT = 96
+IDS = [record["id"] for record in prompts(COUNT)]
+
+
+@pytest.fixture
+def busy(workspace: Callable[..., Workspace], models: Callable[..., Path]) -> Workspace:
+    """A run that takes some seconds: 96 answers of about 150 tokens, in 6 shards."""
+    made = workspace(
+        "busy",
+        model=models(answer_clauses=16),
+        shards={"size": 16},
+        engine={"llamacpp": {"context_length": 2048}},
+        sampling={"max_tokens": 1500},
+    )
+    made.write_prompts(prompts(COUNT))
+    return made
+
+
+def good_answers(workspace: Workspace) -> dict[str, str]:
+    """What the journals hold of accepted answers, by prompt."""
+    return {e["id"]: e["answer"]["content"] for e in workspace.journal() if e.get("verdict") == "ok"}
+
+
+def check_result(workspace: Workspace, *, kept: dict[str, str]) -> None:
+    """A whole result, in which every answer of before is the one that was kept."""
+    made = {record["id"]: record["messages"][-1]["content"] for record in check_complete(workspace, IDS)}
+    assert {name: made[name] for name in kept} == kept
+    check_sent_once(workspace)
+    check_nothing_left(workspace)
+
+
+def job_processes(workspace: Workspace) -> list[psutil.Process]:
+    """Scripts of rules that still run."""
+    return [process for process in workspace.processes() if ".snakemake/scripts" in " ".join(process.cmdline())]
+
+
+def test_everything_killed_again_and_again(busy: Workspace, tmp_path: Path) -> None:
+    busy.configure(model={"ram_disk": str(tmp_path / "ram")})
+    rng = random.Random(20261130)
+    kept: dict[str, str] = {}
+    for moment in (rng.randrange(1, 30), rng.randrange(35, 60), rng.randrange(65, 90)):
+        command = busy.start()
+        busy.await_journal(moment, command)
+        assert busy.kill_everything() > 4
+        assert good_answers(busy).items() >= kept.items()
+        kept = good_answers(busy)
+        tear(busy)
+    busy.finish()
+    check_result(busy, kept=kept)
+    assert busy.run().did_nothing
+    assert busy.finish("clean_ram").code == 0
+    assert not any(path.is_file() for path in (tmp_path / "ram").rglob("*"))
+
+
+def tear(workspace: Workspace) -> None:
+    """What a power loss does to a journal: the last line is there in part."""
+    path = max(workspace.results.glob("journals/*.jsonl"), key=lambda path: path.stat().st_size)
+    line = path.read_bytes().split(b"\n")[0]
+    with path.open("ab") as handle:
+        handle.write(line[: len(line) // 2])
+
+
+def test_only_snakemake_killed(busy: Workspace) -> None:
+    busy.configure(servers={"linger": 120})
+    command = busy.start()
+    busy.await_journal(20, command)
+    command.kill_main()
+    eventually(lambda: not job_processes(busy), "jobs end when their run is dead")
+    kept = good_answers(busy)
+    engines = {server: busy.status(server)["pids"]["engine"] for server in "01"}
+    result = busy.finish()
+    assert "serve" not in result.jobs, "the servers were warm"
+    assert {server: busy.json("servers", f"{server}.info.json")["instance"] for server in "01"} == {"0": 1, "1": 1}
+    assert all(engines.values())
+    check_result(busy, kept=kept)
+
+
+def test_servers_do_not_outlive_a_dead_run(busy: Workspace) -> None:
+    command = busy.start()
+    busy.await_journal(5, command)
+    command.kill_main()
+    command.wait()
+
+    def only_the_ledger() -> bool:
+        return not busy.processes() and not list(busy.results.glob("servers/*.ready"))
+
+    eventually(only_the_ledger, "servers end `linger` seconds after their run")
+
+
+@pytest.mark.parametrize(
+    ("number", "to_group"),
+    [(signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGTERM, False)],
+    ids=["ctrl-c", "term-group", "term"],
+)
+def test_stopped_by_a_signal(busy: Workspace, number: int, to_group: bool) -> None:
+    command = busy.start()
+    busy.await_journal(20, command)
+    (command.signal_group if to_group else command.kill_main)(number)
+    result = command.wait(60)
+    assert result.code != 0
+    assert "Traceback" not in result.output, result.output
+    assert "run the same command again" in result.output, result.output
+    check_nothing_left(busy)
+    kept = good_answers(busy)
+    assert len(kept) < COUNT, "it was to be stopped in the middle"
+    busy.finish()
+    check_result(busy, kept=kept)
+
+
+def test_a_second_run_is_refused_and_does_no_harm(busy: Workspace) -> None:
+    first = busy.start()
+    busy.await_journal(5, first)
+    line = busy.run().error()
+    assert f"pid {first.pid} on host {socket.gethostname()}" in line
+    # Nor does a plan under other settings, or an attempt to free the RAM disk.
+    busy.finish("-n", "--config", f'servers={{"port": {free_ports(2)}}}')
+    assert str(first.pid) in busy.run("clean_ram").error()
+    assert first.process.poll() is None, "the first run was to be live all the while"
+    assert first.wait().code == 0, first.output
+    assert [entry for entry in busy.journal() if entry["kind"] != "answer"] == []
+    check_result(busy, kept={})
+
+
+def kill_part(workspace: Workspace, command: Command, part: str) -> None:
+    """Kill one process of server 0 while it has requests."""
+    workspace.await_journal(12, command)
+    pid = workspace.status("0")["pids"][part]["pid"]
+    assert pid in [process.pid for process in workspace.processes()]
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_an_engine_killed_in_mid_run(busy: Workspace) -> None:
+    command = busy.start()
+    kill_part(busy, command, "engine")
+    kept = good_answers(busy)
+    assert command.wait().code == 0, command.output
+    check_result(busy, kept=kept)
+    assert "killed by SIGKILL" in busy.path("logs", "servers", "0.supervisor.log").read_text()
+
+
+def test_a_supervisor_killed_in_mid_run(busy: Workspace) -> None:
+    command = busy.start()
+    kill_part(busy, command, "supervisor")
+    kept = good_answers(busy)
+    assert command.wait().code == 0, command.output
+    check_result(busy, kept=kept)
+
+
+def test_every_engine_of_a_run_killed_at_once(busy: Workspace) -> None:
+    command = busy.start()
+    busy.await_journal(12, command)
+    for server in "01":
+        os.kill(busy.status(server)["pids"]["engine"]["pid"], signal.SIGKILL)
+    assert command.wait(PATIENCE).code == 0, command.output
+    check_result(busy, kept={})
+
+
+def test_a_readiness_file_without_a_server_is_not_believed(finished: Workspace) -> None:
+    ready = finished.path("servers", "0.ready")
+    lease: dict[str, Any] = finished.json("servers", "0.info.json")
+    ready.write_text(finished.path("servers", "0.info.json").read_text())
+    assert lease["supervisor"]["pid"]
+    finished.path("completions", "00001.jsonl.zst").unlink()
+    result = finished.finish()
+    assert "shardmill: server 0: cleared a stale readiness file: its supervisor" in result.output
+    assert not ready.exists()
