@@ -181,10 +181,11 @@ def run_of(settings: dict[str, Any]) -> Iterator[Config]:
         session.end(config)
 
 
-def start_job(settings: dict[str, Any], shard: str, *, profile: Path | None = None) -> subprocess.Popen[bytes]:
+def start_job(settings: dict[str, Any], shard: str) -> subprocess.Popen[bytes]:
     """One shard job in a process of its own, as Snakemake would start it; prints its statistics at its end."""
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'scripts'}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-m", "benchmarks.node", shard, *([str(profile)] if profile else [])]
+    prefix = os.environ.get("BENCH_JOB_PREFIX", "").split()  # a profiler, such as `py-spy record -o F --`
+    command = [*prefix, sys.executable, "-m", "benchmarks.node", shard]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=ROOT)
     assert child.stdin
     child.stdin.write(orjson.dumps(settings))
@@ -221,7 +222,7 @@ def run_jobs(
     return said
 
 
-def _be_a_job(shard: str, profile: str | None) -> None:
+def _be_a_job(shard: str) -> None:
     """A shard job, with its cost: CPU seconds in all, those of start and end, and the most memory (kB)."""
     settings = orjson.loads(sys.stdin.buffer.read())
     from shardmill import logs
@@ -230,16 +231,7 @@ def _be_a_job(shard: str, profile: str | None) -> None:
     logs.configure(None)
     started_cpu = time.process_time()
     run = ShardRun(load_config(settings), shard, MODEL_DIGEST)
-    if profile:
-        import cProfile
-
-        # Of all threads: the work is in the requests' own.
-        profiler = cProfile.Profile()
-        threading.setprofile(lambda *_: None)
-        stats = profiler.runcall(run.run)
-        profiler.dump_stats(profile)
-    else:
-        stats = run.run()
+    stats = run.run()
     usage = resource.getrusage(resource.RUSAGE_SELF)
     said = {
         "shard": shard,
@@ -257,4 +249,4 @@ def _be_a_job(shard: str, profile: str | None) -> None:
 
 
 if __name__ == "__main__":
-    _be_a_job(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)
+    _be_a_job(sys.argv[1])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import math
 import random
 from collections import deque
@@ -19,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 BASE, PER_REQUEST, CAPACITY = 3.72e-3, 0.356e-3, 48  # seconds, seconds, requests
+_serial = itertools.count()  # no two entries of a heap are alike
 QUEUE = 6  # requests kept waiting at a server by dispatch: an eighth of what it runs
 MEAN_TOKENS, SIGMA, MOST_TOKENS = 2306, 1.0, 32768
 
@@ -50,7 +52,7 @@ class Server:
     speed: float
     pace: float = 0.0
     time: float = 0.0
-    running: list[tuple[float, int, Job]] = field(default_factory=list)
+    running: list[tuple[float, int, int, Job]] = field(default_factory=list)
     queue: deque[tuple[int, Job]] = field(default_factory=deque)
 
     def step(self) -> float:
@@ -67,16 +69,16 @@ class Server:
     def add(self, now: float, tokens: int, job: Job) -> None:
         self.advance(now)
         if len(self.running) < CAPACITY:
-            heapq.heappush(self.running, (self.pace + tokens, tokens, job))
+            heapq.heappush(self.running, (self.pace + tokens, next(_serial), tokens, job))
         else:
             self.queue.append((tokens, job))
 
     def finish(self, now: float) -> tuple[int, Job]:
         self.advance(now)
-        _, tokens, job = heapq.heappop(self.running)
+        _, _, tokens, job = heapq.heappop(self.running)
         if self.queue:
             waiting, owner = self.queue.popleft()
-            heapq.heappush(self.running, (self.pace + waiting, waiting, owner))
+            heapq.heappush(self.running, (self.pace + waiting, next(_serial), waiting, owner))
         return tokens, job
 
     @property

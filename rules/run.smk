@@ -35,7 +35,8 @@ onstart:
 
 onsuccess:
     session.end(plan.config)
-    print(session.closing_line(plan.config), file=sys.stderr)
+    if line := session.closing_line(plan.config):
+        print(line, file=sys.stderr)
 
 
 onerror:

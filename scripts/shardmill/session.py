@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import time
 
 from . import contract
 from .config import Config
@@ -14,6 +15,7 @@ from .layout import Layout
 from .owner import RunLock
 
 _held: dict[str, RunLock] = {}
+_began_at = time.time()
 
 
 def begin(config: Config) -> None:
@@ -64,12 +66,12 @@ def end(config: Config) -> None:
         lock.release()
 
 
-def closing_line(config: Config) -> str:
-    """What was made and where, in one line; empty if nothing was."""
+def closing_line(config: Config) -> str | None:
+    """What was made and where, in one line; None if this session made no dataset."""
     layout = config.layout
     manifest = read_json_or_none(layout.manifest)
-    if not manifest:
-        return ""
+    if not manifest or manifest["times"]["merged"] < _began_at:
+        return None
     counts, dataset = manifest["counts"], manifest["dataset"]
     bad = counts["rejected"] + counts["unusable"]
     return (

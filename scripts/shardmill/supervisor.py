@@ -35,6 +35,7 @@ from .errors import UserError
 from .files import read_json, write_bytes
 from .launch import ANY_HOST, OTHER_PORTS_KEY, port_in_use
 from .lease import read_ready, write_ready
+from .model.staging import use_lock
 from .place import place, prepare
 from .process import Identity, own_identity, port_is_free, port_owners, wait_until
 from .readiness import Probe
@@ -420,7 +421,9 @@ def main(arguments: list[str]) -> int:
     spec = read_json(spec_path)
     config = Config.model_validate(spec["config"])
     logs.configure(config.layout.supervisor_log(spec["server"]), console=False)
-    return Supervisor(spec_path, LedgerCount(config.layout, str(spec["server"]))).run()
+    # While it lives, nobody frees or remakes the staged model under its engine.
+    with contextlib.nullcontext() if config.engine.kind == "external" else use_lock(config):
+        return Supervisor(spec_path, LedgerCount(config.layout, str(spec["server"]))).run()
 
 
 if __name__ == "__main__":

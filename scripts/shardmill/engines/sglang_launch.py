@@ -23,6 +23,8 @@ def launch_words(config: Config, place: ServerPlace, model: Path, name: str) -> 
         ("tp-size", max(1, len(place.gpus)), "servers.gpus_per_server"),
         ("nccl-port", settings.nccl_port + int(place.name), f"{_KEY}.nccl_port"),
         ("enable-metrics", True, _KEY),
+        # A line for every request, and two a second for the supervisor's own, would bury the rest of the log.
+        ("log-level-http", None if "log-level-http" in settings.arguments else "warning", _KEY),
         ("trust-remote-code", config.model.trust_remote_code, "model.trust_remote_code"),
         ("chat-template", os.path.abspath(template) if template else None, "model.chat_template"),
     ]

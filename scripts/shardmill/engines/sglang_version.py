@@ -13,6 +13,7 @@ from ..engine_env import built_python
 from ..errors import UserError
 from ..files import read_json_or_none, sha256_hex, write_json
 from ..logs import get_logger
+from ..model.locks import FileLock
 from .sglang_flags import KNOWN_VERSIONS, FlagTable, recorded_flags
 
 log = get_logger(__name__)
@@ -123,19 +124,25 @@ def flags_of(config: Config, version: str) -> FlagTable:
     if not python.exists():
         return recorded_flags(version)
     kept = Path(config.run.results) / ".cache" / f"sglang-flags-{version}-{_key(python)}.json"
-    value = read_json_or_none(kept)
-    if isinstance(value, dict) and (table := FlagTable.from_json(value)):
+    if table := _kept_flags(kept):
         return table
-    text = _help_text(python, config.engine.sglang.extra_environment)
-    table = FlagTable.from_help(version, text) if text else None
-    if table is None:
-        log.warning("%s: its --help cannot be read; its flags are checked against a recorded list", python)
-        return recorded_flags(version)
-    try:
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    # All servers of a pool start at once; one of them reads for all.
+    with FileLock(kept.with_suffix(".lock")):
+        if table := _kept_flags(kept):
+            return table
+        text = _help_text(python, config.engine.sglang.extra_environment)
+        table = FlagTable.from_help(version, text) if text else None
+        if table is None:
+            log.warning("%s: its --help cannot be read; its flags are checked against a recorded list", python)
+            return recorded_flags(version)
         write_json(kept, table.to_json(), fsync=False)
-    except OSError as error:
-        log.warning("%s cannot be written (%s)", kept, error.strerror)
     return table
+
+
+def _kept_flags(path: Path) -> FlagTable | None:
+    value = read_json_or_none(path)
+    return FlagTable.from_json(value) if isinstance(value, dict) else None
 
 
 def _key(python: Path) -> str:

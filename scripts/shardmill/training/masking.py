@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..conversation import without_thoughts
 from ..quality.verdicts import THINK_TAGS, is_blank
 from .rows import Message, Row
 from .tokenizer import TemplateRefused, encode, render
@@ -39,13 +38,13 @@ class Rendering:
     Args:
         text: the whole, up to the end of the last supervised turn (or to where its answer was cut off).
         spans: (start, end) of each supervised turn in `text`, what the template writes after it included.
-        is_cut: whether the last turn was cut off, so that nothing after it was the model's.
+        cut: for each of them, whether the answer was cut off, so that the model made no end of it.
         prefix_changed: whether the whole does not begin with the prompt as it was sent.
     """
 
     text: str
     spans: tuple[tuple[int, int], ...]
-    is_cut: bool = False
+    cut: tuple[bool, ...]
     prefix_changed: bool = False
 
     @property
@@ -194,15 +193,14 @@ def _render_one(template: Template, row: Row) -> Rendering:
         if not whole.startswith(said := template.render(history, row.tools)) or start < len(said):
             raise Unmaskable("history_changed", "the answer changes how the turns before it are rendered")
     _check_answer(whole[start:], answer)
-    if row.finish_reasons[0] == "length":
-        end = start + _end_of_cut(whole[start:], answer)
-        return Rendering(whole[:end], ((start, end),), is_cut=True, prefix_changed=changed)
-    return Rendering(whole, ((start, len(whole)),), prefix_changed=changed)
+    is_cut = row.finish_reasons[0] == "length"
+    end = start + _end_of_cut(whole[start:], answer) if is_cut else len(whole)
+    return Rendering(whole[:end], ((start, end),), (is_cut,), changed)
 
 
 def _render_many(template: Template, row: Row) -> Rendering:
     whole = template.render(row.messages, row.tools)
-    spans, is_cut = [], False
+    spans, cut = [], []
     for target, finish in zip(row.targets, row.finish_reasons, strict=True):
         prompt = template.render(row.messages[:target], row.tools, prompt=True)
         until = template.render(row.messages[: target + 1], row.tools)
@@ -210,11 +208,11 @@ def _render_many(template: Template, row: Row) -> Rendering:
             raise Unmaskable("history_changed", "later turns change how an earlier one is rendered")
         start, end = len(prompt), len(until)
         _check_answer(whole[start:end], row.messages[target])
-        is_cut = finish == "length"
-        if is_cut:
+        cut.append(finish == "length")
+        if cut[-1]:
             end = start + _end_of_cut(whole[start:end], row.messages[target])
         spans.append((start, end))
-    return Rendering(whole[: spans[-1][1]], tuple(spans), is_cut)
+    return Rendering(whole[: spans[-1][1]], tuple(spans), tuple(cut))
 
 
 def _check_answer(text: str, answer: Message) -> None:
@@ -240,13 +238,12 @@ def _end_of_cut(text: str, answer: Message) -> int:
 
 
 def prompt_text(template: Template, row: Row) -> str:
-    """The prompt of the row's last turn as the server saw it.
+    """The prompt of a row of one turn as the server saw it.
 
     Raises:
         Unmaskable: if the template refuses it.
     """
-    history = without_thoughts(row.messages[: row.targets[-1]])
-    return template.render(history, row.tools, prompt=True)
+    return template.render(row.messages[: row.targets[0]], row.tools, prompt=True)
 
 
 def texts_to_encode(rendering: Rendering) -> list[str]:
@@ -291,8 +288,8 @@ def _ended(
 ) -> TokenRow:
     """Cut off what the template writes after each turn's end."""
     ended, has_end_token = [], True
-    for number, (start, end) in enumerate(spans):
-        if rendering.is_cut and number == len(spans) - 1:
+    for (start, end), is_cut in zip(spans, rendering.cut, strict=True):
+        if is_cut:
             ended.append((start, end))
         else:
             real_end, found = template.end_of_turn(ids, start, end)
