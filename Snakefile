@@ -17,6 +17,7 @@ include: "rules/servers.smk"
 include: "rules/quality.smk"
 include: "rules/completions.smk"
 include: "rules/dataset.smk"
+include: "rules/training.smk"
 include: "rules/run.smk"
 
 

@@ -97,7 +97,13 @@ class Meter:
 
 @contextlib.contextmanager
 def stand_ins(
-    folder: Path, speeds: Sequence[float], *, scale: float, lengths: str = LENGTHS, slots: int = 48, step: str = FAST_STEP
+    folder: Path,
+    speeds: Sequence[float],
+    *,
+    scale: float,
+    lengths: str = LENGTHS,
+    slots: int = 48,
+    step: str = FAST_STEP,
 ) -> Iterator[list[Running]]:
     """One stand-in per speed.
 

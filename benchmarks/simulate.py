@@ -199,8 +199,10 @@ def main() -> None:
             for seed in range(options.seeds):
                 lengths = answer_lengths(options.shards * 1000, seed, sigma=options.sigma)
                 result = run(lengths, speeds=speeds, choose=choose, jobs=options.jobs)
-                print(f"{name:12} {choose.__name__:14} {seed} steady {result.steady:.3f} whole {result.whole:.3f} "
-                      f"{result.seconds:.0f} s  first shard {result.first_shard:.0f} s")
+                print(
+                    f"{name:12} {choose.__name__:14} {seed} steady {result.steady:.3f} whole {result.whole:.3f} "
+                    f"{result.seconds:.0f} s  first shard {result.first_shard:.0f} s"
+                )
 
 
 if __name__ == "__main__":

@@ -55,4 +55,5 @@ def get_results(wildcards):
         layout.dataset_rejects,
         layout.manifest,
         *map(layout.completions, plan.shards),
+        *layout.training_files(plan.config.output.training.formats),
     ]

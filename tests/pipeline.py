@@ -414,7 +414,7 @@ def check_nothing_left(workspace: Workspace) -> None:
     def left() -> list[str]:
         found = [f"process {process.pid} {process.cmdline()}" for process in workspace.processes()]
         found += [f"port {port}" for port in workspace.ports if not port_is_free(port)]
-        for pattern in ("servers/*.ready", "servers/*.status.json", "progress/*", "**/*.tmp", "**/.*.tmp"):
+        for pattern in ("servers/*.ready", "progress/*", "**/*.tmp", "**/.*.tmp"):
             found += map(str, workspace.results.glob(pattern))
         found += map(str, workspace.tmp.glob("*.ledger"))
         ram_disk = workspace.settings["model"].get("ram_disk")

@@ -11,8 +11,10 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, model_validator
 
+from .config_monitor import Monitor
 from .config_section import Section
 from .config_sglang import Severity, SGLang, sglang_conflicts
+from .config_training import Training, training_conflicts
 from .layout import Layout
 from .ledger import SERVERS as MOST_SERVERS
 
@@ -289,6 +291,7 @@ class Output(Section):
 
     zstd_level: int = Field(3, ge=1, le=19, description="Compression level of the merged dataset.")
     token_ids: bool = Field(True, description="Keep token ids with the completions where the engine returns them.")
+    training: Training = Field(default_factory=Training)
 
 
 class Config(Section):
@@ -305,6 +308,7 @@ class Config(Section):
     thinking: Thinking = Field(default_factory=Thinking)
     quality: Quality = Field(default_factory=Quality)
     output: Output = Field(default_factory=Output)
+    monitor: Monitor = Field(default_factory=Monitor)
 
     @property
     def layout(self) -> Layout:
@@ -345,6 +349,7 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
         *sglang_conflicts(config),
         *_url_conflicts(config),
         *_sampling_conflicts(config),
+        *training_conflicts(config),
     ]
 
 

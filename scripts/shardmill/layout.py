@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,6 +103,27 @@ class Layout:
     def canary(self) -> Path:
         return self.root / "quality" / "canary.json"
 
+    # Samples
+    @property
+    def samples(self) -> Path:
+        return self.root / "samples"
+
+    def server_samples(self, server: str) -> Path:
+        return self.samples / f"server-{server}.jsonl"
+
+    def shard_samples(self, shard: str) -> Path:
+        return self.samples / "shards" / f"{shard}.jsonl"
+
+    @property
+    def forecasts(self) -> Path:
+        """How far the whole run was, and when it was to end, minute by minute."""
+        return self.samples / "run.jsonl"
+
+    @property
+    def alarms(self) -> Path:
+        """Alarms as they were raised and cleared."""
+        return self.samples / "alarms.jsonl"
+
     # Shards
     @property
     def journal_cut(self) -> Path:
@@ -135,6 +157,29 @@ class Layout:
     @property
     def manifest(self) -> Path:
         return self.root / "dataset" / "manifest.json"
+
+    def training(self, name: str) -> Path:
+        """A format of the training view."""
+        files = {"conversations": "conversations.jsonl.zst", "tokens": "tokens.parquet"}
+        return self.root / "dataset" / "training" / files[name]
+
+    @property
+    def training_report(self) -> Path:
+        return self.root / "dataset" / "training" / "report.json"
+
+    @property
+    def card(self) -> Path:
+        """The dataset card."""
+        return self.root / "dataset" / "README.md"
+
+    def training_files(self, formats: Iterable[str]) -> list[Path]:
+        """All that the training view in these formats makes; nothing for none."""
+        views = [self.training(name) for name in formats]
+        return [*views, self.training_report, self.card] if views else []
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
 
     def log(self, *parts: str) -> Path:
         """A rule's log path mirrors its output path."""

@@ -5,7 +5,13 @@ of counters in a small memory-mapped file, and its ownership is a kernel lock on
 dies, however it dies, the lock is gone and the row counts no more. Changes are made under a second
 kernel lock, so a server's free places are never handed out twice.
 
-Layout of the file: header of 64 bytes, then `ROWS` rows of int32 `[used, waiting, in_flight[0..SERVERS-1]]`.
+Who gets a free place: the job that has the smallest part of its shard still to send. Equal shares would bring all
+shards of a wave to their last long answers at the same time, with nothing left to fill the servers; this way shards
+end one after another, and there is always one with prompts to send. Jobs that are equally far share equally, and
+every job is sure of a part of its equal share, so none starves.
+
+Layout of the file: header of 64 bytes, then `ROWS` rows of int32
+`[used, waiting, part left (thousandths), last seen (monotonic seconds), in_flight[0..SERVERS-1]]`.
 """
 
 from __future__ import annotations
@@ -24,9 +30,14 @@ from .errors import UserError
 
 ROWS = 256
 SERVERS = 64
-_MAGIC = b"SHARDMILL-LEDGER-1"
+# Of its equal share, a job is sure of one part in so many, however far the others are.
+SURE_PART = 4
+# A job that has not asked for so many seconds (it is stopped, or swaps) keeps no place from others.
+PATIENCE = 5
+_MAGIC = b"SHARDMILL-LEDGER-2"
 _HEADER_BYTES = 64
-_ROW_INTS = 2 + SERVERS
+_WAITING, _LEFT, _SEEN, _COUNTS = 1, 2, 3, 4  # positions in a row
+_ROW_INTS = _COUNTS + SERVERS
 _FILE_BYTES = _HEADER_BYTES + ROWS * _ROW_INTS * 4
 # Locked bytes lie past the end of the file: POSIX allows it, and nothing is ever stored there.
 _MUTEX_BYTE = 1 << 30
@@ -45,6 +56,7 @@ class Ledger:
         self._thread_lock = threading.Lock()
         self._row: int | None = None
         self._held = [0] * SERVERS  # what this process has in flight; its row only publishes it
+        self._most_waiting = 1
         self._next_sweep = 0.0
         hint = "make room there, remove the file, or set TMPDIR to a folder of your own"
         try:
@@ -87,12 +99,16 @@ class Ledger:
         self._map.close()
         os.close(self._fd)
 
-    def join(self) -> None:
+    def join(self, total: int = 0) -> None:
         """Take a row of this process's own.
+
+        Args:
+            total: requests of the whole job, those already answered included; what its progress is measured by.
 
         Raises:
             UserError: if more jobs run at once than the ledger has rows.
         """
+        self._most_waiting = max(1, total)
         with self._mutex():
             for row in range(ROWS):
                 if self._try_lock(row):
@@ -104,7 +120,11 @@ class Ledger:
 
     def set_waiting(self, count: int) -> None:
         """Say how many requests this job could send at once if there were room."""
-        self._ints[self._own_row() * _ROW_INTS + 1] = count
+        start = self._own_row() * _ROW_INTS
+        self._most_waiting = max(self._most_waiting, count)
+        self._ints[start + _WAITING] = count
+        self._ints[start + _LEFT] = 1000 * count // self._most_waiting
+        self._ints[start + _SEEN] = _now()
 
     def claim(self, limits: Sequence[int], prefer: int | None = None) -> int | None:
         """Take a place at the server with the most room, and count it as in flight.
@@ -115,40 +135,48 @@ class Ledger:
 
         Returns:
             the server's position in `limits`, or None if there is no room, or if the room there is
-            belongs to jobs that have less than their fair share.
+            belongs to other jobs.
         """
-        own = self._own_row()
         if len(limits) > SERVERS:
             raise ValueError(f"{len(limits)} servers; a row has counters for {SERVERS}")
         with self._mutex():
             self._sweep()
             self._publish()
-            held = [0] * len(limits)
-            mine, hungry, poorest = 0, 0, None
-            for row in range(ROWS):
-                start = row * _ROW_INTS
-                if not self._ints[start]:
-                    continue
-                counts = self._ints[start + 2 : start + 2 + len(limits)].tolist()
-                held = [a + b for a, b in zip(held, counts, strict=True)]
-                total = sum(counts)
-                if row == own:
-                    mine, hungry = total, hungry + 1
-                elif self._ints[start + 1] > 0:
-                    hungry += 1
-                    poorest = total if poorest is None else min(poorest, total)
+            held, mine, rivals = self._look_around(len(limits))
             room = [limit - used for limit, used in zip(limits, held, strict=True)]
             best = max(range(len(room)), key=room.__getitem__, default=None)
             if best is None or room[best] <= 0:
                 return None
-            fair_share = sum(limits) / hungry
-            if poorest is not None and mine >= fair_share and poorest < fair_share - 1:
+            left = self._ints[self._own_row() * _ROW_INTS + _LEFT]
+            if not _is_due(mine, left, rivals, sum(limits) / (len(rivals) + 1)):
                 return None
             if prefer is not None and room[prefer] > 0:
                 best = prefer
             self._held[best] += 1
             self._publish()
             return best
+
+    def _look_around(self, servers: int) -> tuple[list[int], int, list[tuple[int, int]]]:
+        """Places held at each server; places of this job; and (places, part left) of each other job that wants more."""
+        own, now = self._own_row(), _now()
+        held, mine, rivals = [0] * servers, 0, []
+        for row in range(ROWS):
+            start = row * _ROW_INTS
+            if not self._ints[start]:
+                continue
+            counts = self._ints[start + _COUNTS : start + _COUNTS + servers].tolist()
+            held = [a + b for a, b in zip(held, counts, strict=True)]
+            if row == own:
+                mine = sum(counts)
+            elif self._ints[start + _WAITING] > 0 and abs(now - self._ints[start + _SEEN]) <= PATIENCE:
+                rivals.append((sum(counts), self._ints[start + _LEFT]))
+        return held, mine, rivals
+
+    def nobody_waits(self) -> bool:
+        """Whether no job of this machine has a request to send that has no place yet."""
+        with self._mutex():
+            self._sweep()
+            return not self._look_around(SERVERS)[2] and not self._ints[self._own_row() * _ROW_INTS + _WAITING]
 
     def release(self, server: int) -> None:
         """Give a place back that `claim` gave.
@@ -167,7 +195,7 @@ class Ledger:
         with self._mutex():
             self._sweep()
             rows = (row * _ROW_INTS for row in range(ROWS))
-            return sum(self._ints[start + 2 + server] for start in rows if self._ints[start])
+            return sum(self._ints[start + _COUNTS + server] for start in rows if self._ints[start])
 
     def _own_row(self) -> int:
         assert self._row is not None, "join() comes first"
@@ -177,7 +205,7 @@ class Ledger:
         """Write this process's row anew, so that damage to the file does not last."""
         start = self._own_row() * _ROW_INTS
         self._ints[start] = 1
-        self._ints[start + 2 : start + _ROW_INTS] = array("i", self._held)
+        self._ints[start + _COUNTS : start + _ROW_INTS] = array("i", self._held)
 
     def _clear(self, row: int) -> None:
         start = row * _ROW_INTS
@@ -211,3 +239,29 @@ class Ledger:
                 yield
             finally:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, _MUTEX_BYTE)
+
+
+def _now() -> int:
+    """Seconds of the machine's monotonic clock, the same in all processes."""
+    return int(time.monotonic()) & 0x7FFFFFFF
+
+
+def _is_due(mine: int, left: int, rivals: Sequence[tuple[int, int]], equal_share: float) -> bool:
+    """Whether the next free place is for the job that asks.
+
+    Args:
+        mine, left: its places, and the part of its requests that it has still to send.
+        rivals: the same of each other job that wants more.
+        equal_share: places that each would have if all had as many.
+    """
+    if not rivals:
+        return True
+    sure = equal_share / SURE_PART
+    if mine + 1 <= sure:
+        return True
+    if mine >= equal_share and any(places + 1 <= sure for places, _ in rivals):
+        return False
+    if any(theirs < left for _, theirs in rivals):
+        return False
+    level = [places for places, theirs in rivals if theirs == left]
+    return not (level and mine >= equal_share and min(level) < equal_share - 1)

@@ -8,14 +8,16 @@ what the shard's statistics say, and the merged file was read back before it too
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
-import re
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import orjson
 import zstandard
@@ -24,24 +26,30 @@ from . import __version__
 from .config import Config
 from .contract import Contract
 from .errors import UserError
-from .files import atomic_writer, iter_lines, iter_zstd_chunks, read_json, read_json_or_none, sha256_file, write_json
+from .files import atomic_writer, iter_lines, iter_zstd_chunks, read_json, read_json_or_none, write_json
 from .ids import IdsDigest
-from .logs import get_logger
 
-log = get_logger(__name__)
+ID_HEAD = b'{"id":"'
+READ_BACK_BYTES = 1 << 18
 
-# Every line is written with its id first; a JSON string as orjson writes it has no raw control characters.
-_ID_LINE = re.compile(rb'^\{"id":("(?:[^"\\]|\\.)*")', re.MULTILINE)
+
+@dataclass(frozen=True)
+class Source:
+    """One part of a merged file: a shard's file, what its statistics say of it, and input lines to weave in."""
+
+    path: Path
+    shard: str
+    part: dict[str, Any]
+    extra: list[tuple[int, bytes]] = field(default_factory=list)
 
 
 @dataclass
-class Part:
-    """Running totals of one merged file."""
+class Block:
+    """A part as read, checked against its shard's statistics."""
 
-    records: int = 0
-    bytes: int = 0
-    ids: IdsDigest = field(default_factory=IdsDigest)
-    content: Any = field(default_factory=hashlib.sha256)
+    chunks: list[bytes]
+    ids: IdsDigest
+    records: int
 
 
 def merge(config: Config) -> dict[str, Any]:
@@ -53,10 +61,12 @@ def merge(config: Config) -> dict[str, Any]:
     layout = config.layout
     index = read_json(layout.prompt_index)
     stats = [_shard_stats(config, entry) for entry in index["shards"]]
-    dataset = _write_merged(config, layout.dataset, _accepted_parts(config, stats))
-    rejects = _write_merged(config, layout.dataset_rejects, _reject_parts(config, stats, index))
-    manifest = _manifest(config, index, stats, dataset, rejects)
-    _prove(manifest, index)
+    # Neither file takes its name before both are written, read back and proven.
+    with atomic_writer(layout.dataset) as dataset_file, atomic_writer(layout.dataset_rejects) as rejects_file:
+        dataset = _write_merged(config, layout.dataset, dataset_file, _accepted_sources(config, stats))
+        rejects = _write_merged(config, layout.dataset_rejects, rejects_file, _reject_sources(config, stats, index))
+        manifest = _manifest(config, index, stats, dataset, rejects)
+        _prove(manifest, index)
     write_json(layout.manifest, manifest)
     return manifest
 
@@ -81,28 +91,16 @@ def _shard_stats(config: Config, entry: dict[str, Any]) -> dict[str, Any]:
     return stats
 
 
-def _accepted_parts(
-    config: Config, stats: list[dict[str, Any]]
-) -> Iterator[tuple[Iterable[bytes], Callable[[], None]]]:
-    for shard in stats:
-        yield _checked_chunks(config.layout.completions(shard["shard"]), shard["shard"], shard["completions"])
+def _accepted_sources(config: Config, stats: list[dict[str, Any]]) -> list[Source]:
+    return [Source(config.layout.completions(s["shard"]), s["shard"], s["completions"]) for s in stats]
 
 
-def _reject_parts(
-    config: Config, stats: list[dict[str, Any]], index: dict[str, Any]
-) -> Iterator[tuple[Iterable[bytes], Callable[[], None]]]:
-    """Rejected answers and unusable input lines of each shard, merged in input order."""
+def _reject_sources(config: Config, stats: list[dict[str, Any]], index: dict[str, Any]) -> list[Source]:
+    """Rejected answers, and the unusable input lines among them."""
     unusable = _unusable_by_shard(config, index)
-    for shard in stats:
-        name = shard["shard"]
-        chunks, check = _checked_chunks(config.layout.rejects(name), name, shard["rejects"])
-        if name not in unusable:
-            yield chunks, check
-            continue
-        lines = [line + b"\n" for line in iter_lines(chunks)]
-        records = [(orjson.loads(line)["line"], line) for line in lines] + unusable[name]
-        check()
-        yield [line for _, line in sorted(records)], lambda: None
+    return [
+        Source(config.layout.rejects(s["shard"]), s["shard"], s["rejects"], unusable.get(s["shard"], [])) for s in stats
+    ]
 
 
 def _unusable_by_shard(config: Config, index: dict[str, Any]) -> dict[str, list[tuple[int, bytes]]]:
@@ -126,88 +124,153 @@ def _unusable_by_shard(config: Config, index: dict[str, Any]) -> dict[str, list[
     return found
 
 
-def _checked_chunks(path: Path, shard: str, part: dict[str, Any]) -> tuple[Iterable[bytes], Callable[[], None]]:
-    """A part's content, and the check to make once it has been read."""
-    seen = hashlib.sha256()
+def _read_part(source: Source) -> Block:
+    """Read a part and check that it is what its shard wrote.
 
-    def chunks() -> Iterator[bytes]:
-        try:
-            for chunk in iter_zstd_chunks(path):
-                seen.update(chunk)
-                yield chunk
-        except FileNotFoundError:
-            raise UserError("is missing", where=str(path), hint="run the same command again") from None
-
-    def check() -> None:
-        if seen.hexdigest() != part["content_sha256"]:
-            raise UserError(
-                f"its content is not what shard {shard} wrote (hash differs)",
-                where=str(path),
-                hint="remove it and run again; its answers are in the journal",
-            )
-
-    return chunks(), check
-
-
-def _write_merged(
-    config: Config, path: Path, parts: Iterable[tuple[Iterable[bytes], Callable[[], None]]]
-) -> dict[str, Any]:
-    """One zstd frame of all parts in order, read back before it takes its name."""
-    total = Part()
-    compressor = zstandard.ZstdCompressor(level=config.output.zstd_level, threads=-1, write_checksum=True)
+    Raises:
+        UserError: if it is missing, damaged or changed.
+    """
+    seen, ids, records, chunks, rest = hashlib.sha256(), IdsDigest(), 0, [], b""
     try:
-        with atomic_writer(path) as handle:
-            with compressor.stream_writer(handle, closefd=False) as stream:
-                for chunks, check in parts:
-                    _copy_part(chunks, stream.write, total)
-                    check()
-            handle.flush()
-            _read_back(Path(handle.name), path, total)
-    except OSError as error:
-        if error.errno is None:
-            raise
+        for chunk in iter_zstd_chunks(source.path):
+            seen.update(chunk)
+            chunks.append(chunk)
+            *lines, rest = (rest + chunk).split(b"\n")
+            records += len(lines)
+            for line in lines:
+                ids.add(_id_of(line))
+    except FileNotFoundError:
+        raise UserError("is missing", where=str(source.path), hint="run the same command again") from None
+    if seen.hexdigest() != source.part["content_sha256"] or rest or records != source.part["records"]:
         raise UserError(
-            f"cannot be written ({error.strerror})", where=str(path), hint="make room and run again"
-        ) from error
+            f"its content is not what shard {source.shard} wrote (hash differs)",
+            where=str(source.path),
+            hint="remove it and run again; its answers are in the journal",
+        )
+    if source.extra:
+        lines = [(orjson.loads(line)["line"], line + b"\n") for line in iter_lines(chunks)]
+        chunks = [line for _, line in sorted([*lines, *source.extra])]
+        records += len(source.extra)
+    return Block(chunks, ids, records)
+
+
+def _id_of(line: bytes) -> str:
+    """The id of a record as `shard_files` writes it: first of all, and seldom with an escape."""
+    end = line.index(b'"', len(ID_HEAD))
+    raw = line[len(ID_HEAD) : end]
+    if not line.startswith(ID_HEAD) or b"\\" in raw:
+        return orjson.loads(line)["id"]
+    return raw.decode()
+
+
+def _read_ahead(sources: Sequence[Source]) -> Iterator[Block]:
+    """The parts in order, a few of them read and checked ahead in threads: zstd and SHA-256 hold no GIL."""
+    threads = min(4, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads, thread_name_prefix="part") as executor:
+        waiting: deque[Future[Block]] = deque()
+        try:
+            for source in sources:
+                waiting.append(executor.submit(_read_part, source))
+                if len(waiting) > threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+class _ReadBack(threading.Thread):
+    """Reads a file back while it is being written, and proves that it unpacks to what went in.
+
+    The frame's own checksum (XXH64 of the content, in every frame that `write_checksum` makes) is checked
+    by the decompressor; the count of bytes and the end of the one frame are checked here.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(name="read-back", daemon=True)
+        self._path = path
+        self._written = 0
+        self._complete = False
+        self._moved = threading.Condition()
+        self.unpacked = 0
+        self.error: str | None = "it was never read"
+
+    def note(self, written: int, *, complete: bool = False) -> None:
+        """Say that this many bytes are in the file now."""
+        with self._moved:
+            self._written, self._complete = written, complete
+            self._moved.notify()
+
+    def run(self) -> None:
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        try:
+            with open(self._path, "rb") as handle:
+                while data := self._next(handle):
+                    self.unpacked += len(frame.decompress(data))
+            self.error = None if frame.eof and not frame.unused_data else "it does not end where its frame ends"
+        except (OSError, zstandard.ZstdError) as error:
+            self.error = str(error)
+
+    def _next(self, handle: IO[bytes]) -> bytes:
+        with self._moved:
+            self._moved.wait_for(lambda: self._written > handle.tell() or self._complete)
+            room = self._written - handle.tell()
+        return handle.read(min(room, READ_BACK_BYTES))
+
+
+class _Sink:
+    """The file under the compressor: hashes what is written, and has it read back at once."""
+
+    def __init__(self, handle: IO[bytes], reader: _ReadBack) -> None:
+        self._handle = handle
+        self._reader = reader
+        self.sha256 = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: bytes) -> int:
+        self._handle.write(data)
+        self._handle.flush()
+        self.sha256.update(data)
+        self.size += len(data)
+        self._reader.note(self.size)
+        return len(data)
+
+
+def _write_merged(config: Config, path: Path, handle: IO[bytes], sources: Sequence[Source]) -> dict[str, Any]:
+    """One zstd frame of all parts in order, read back at once.
+
+    Args:
+        path: the name that it will take.
+        handle: the file it is written to until then.
+    """
+    ids, records, size = IdsDigest(), 0, 0
+    compressor = zstandard.ZstdCompressor(level=config.output.zstd_level, threads=-1, write_checksum=True)
+    reader = _ReadBack(handle.name)
+    reader.start()
+    sink = _Sink(handle, reader)
+    try:
+        with compressor.stream_writer(sink, closefd=False) as stream:  # type: ignore[arg-type]
+            for block in _read_ahead(sources):
+                for chunk in block.chunks:
+                    stream.write(chunk)
+                    size += len(chunk)
+                records += block.records
+                ids.merge(block.ids)
+    finally:
+        reader.note(sink.size, complete=True)
+        reader.join()
+    if reader.error or reader.unpacked != size:
+        problem = reader.error or f"{reader.unpacked} bytes came back of {size}"
+        raise UserError(f"read back wrong: {problem}", where=str(path), hint="see to the disk, then run again")
     return {
         "file": path.name,
-        "records": total.records,
-        "bytes": total.bytes,
-        "compressed_bytes": path.stat().st_size,
-        "sha256": sha256_file(path),
-        "content_sha256": total.content.hexdigest(),
-        "ids_digest": total.ids.hexdigest(),
+        "records": records,
+        "bytes": size,
+        "compressed_bytes": sink.size,
+        "sha256": sink.sha256.hexdigest(),
+        "ids_digest": ids.hexdigest(),
     }
-
-
-def _copy_part(chunks: Iterable[bytes], write: Callable[[bytes], Any], total: Part) -> None:
-    """Pass a part on, whole lines at a time, and count what passes."""
-    rest = b""
-    for chunk in chunks:
-        cut = chunk.rfind(b"\n") + 1
-        block, rest = (rest + chunk[:cut], chunk[cut:]) if cut else (b"", rest + chunk)
-        if block:
-            _count(block, total)
-            write(block)
-    if rest:
-        raise UserError("a part ends in the middle of a line", hint="run the same command again")
-
-
-def _count(block: bytes, total: Part) -> None:
-    ids = _ID_LINE.findall(block)
-    for raw in ids:
-        total.ids.add(orjson.loads(raw))
-    total.records += block.count(b"\n")
-    total.bytes += len(block)
-    total.content.update(block)
-
-
-def _read_back(written: Path, path: Path, total: Part) -> None:
-    content = hashlib.sha256()
-    for chunk in iter_zstd_chunks(written):
-        content.update(chunk)
-    if content.digest() != total.content.digest():
-        raise UserError("read back different from what was written", where=str(path), hint="see to the disk; run again")
 
 
 def _manifest(

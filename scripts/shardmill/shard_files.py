@@ -59,8 +59,8 @@ def write_shard(
     rejected = [c for c in conversations if c.outcome == "rejected"]
     if len(accepted) + len(rejected) != len(conversations):
         raise AssertionError("a conversation without outcome reached the shard's files")
-    reject_part = _write_part(layout.rejects(shard), (reject_record(c, journal) for c in rejected))
-    part = _write_part(layout.completions(shard), (completion_record(config, c, journal) for c in accepted))
+    reject_part = write_part(layout.rejects(shard), (reject_record(c, journal) for c in rejected))
+    part = write_part(layout.completions(shard), (completion_record(config, c, journal) for c in accepted))
     usage: Counter[str] = Counter()
     for conversation in accepted:
         for answer in conversation.answers:
@@ -187,7 +187,7 @@ def _token_ids(conversation: Conversation, journal: Journal) -> dict[str, Any]:
     return {}
 
 
-def _write_part(path: Path, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def write_part(path: Path, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Write records as one zstd file; returns its count, sizes and hashes.
 
     `content_sha256` is over the uncompressed lines, `ids_digest` over the set of ids.

@@ -27,7 +27,7 @@ ATTEMPTS = 3
 TOKENS_TO_MEASURE = 64
 ANSWER_SECONDS = 600.0
 _PAUSE = 0.5
-# Verdicts that break the contract; a loop or a short answer is the canary's business.
+# Verdicts that break the contract, as does a loop that only the limit ended; the rest is the canary's business.
 _BROKEN = frozenset({"no_reasoning", "unexpected_reasoning", "unclosed_thought", "leaked_tags", "empty", "truncated"})
 
 
@@ -119,7 +119,7 @@ def _breach(config: Config, answer: Answer, most: int) -> str:
         return ""
     judgement = judge(answer, Expectation(thinking=thinking, max_tokens=most, prompt_text=QUESTION))
     verdict = judgement.verdict
-    if verdict not in _BROKEN:
+    if verdict not in _BROKEN and not (verdict == "looping" and answer.finish_reason == "length"):
         return ""
     cut = verdict in ("truncated", "unclosed_thought")
     if cut and thinking and (answer.reasoning_content or "").strip() and most < MOST_TOKENS:

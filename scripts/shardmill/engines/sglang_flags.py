@@ -126,7 +126,7 @@ class FlagTable:
         items = value if isinstance(value, list) else [value]
         if len(items) != 1 and flag.takes == "value":
             raise ValueError(f"--{name} takes one value, not {len(items)}")
-        texts = [orjson.dumps(item).decode() if isinstance(item, dict) else str(item) for item in items]
+        texts = [_text(item) for item in items]
         for text in texts:
             if flag.choices and text not in flag.choices:
                 near = difflib.get_close_matches(text, flag.choices, n=1)
@@ -160,6 +160,13 @@ def recorded_flags(version: str) -> FlagTable:
             if kind == "switch":
                 flags[f"no-{name}"] = Flag(f"no-{name}", "")
     return FlagTable(version, flags)
+
+
+def _text(value: Any) -> str:
+    """A value as a word of the command line; flags for whole numbers take no 300.0."""
+    if isinstance(value, dict):
+        return orjson.dumps(value).decode()
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def _split_names(text: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .masking import Template, Unmaskable, prompt_text, render_row
+from .masking import Template, Unmaskable, common_length, prompt_text, render_row
 from .rows import Row
 from .tokenizer import encode
 
@@ -59,7 +59,7 @@ def _of_answers(template: Template, row: Row, completion: Sequence[int]) -> Diff
 
 
 def _first_of_ids(template: Template, found: Sequence[int], expected: Sequence[int]) -> str:
-    at = _first(found, expected)
+    at = common_length(found, expected)
     around = slice(max(0, at - 2), at + _CONTEXT_TOKENS)
     return (
         f"prompt, token {at} of {len(found)} (template: {len(expected)}): the engine had "
@@ -83,8 +83,3 @@ def _first_of_texts(found: str, expected: str) -> str:
         f"answer, character {i}: the engine said {found[max(0, i - before) : i + _CONTEXT_CHARACTERS]!r}, "
         f"the template gives {expected[max(0, j - before) : j + _CONTEXT_CHARACTERS]!r}"
     )
-
-
-def _first(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -8,7 +8,6 @@ the tokens of the prompt must be the first tokens of the whole. What fails is sa
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -189,7 +188,7 @@ def _render_one(template: Template, row: Row) -> Rendering:
     if changed:
         # Where an answer's rendering lacks what the prompt opens (such as `<think>`), the two still share
         # all that was said before; what they do not share is the answer.
-        start = len(os.path.commonprefix([prompt, whole]))
+        start = common_length(prompt, whole)
         if not whole.startswith(said := template.render(history, row.tools)) or start < len(said):
             raise Unmaskable("history_changed", "the answer changes how the turns before it are rendered")
     _check_answer(whole[start:], answer)
@@ -235,6 +234,12 @@ def _end_of_cut(text: str, answer: Message) -> int:
             said = part.strip()
             return text.rfind(said) + len(said)
     return len(text)
+
+
+def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many of their first characters or tokens two sequences have in common."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def prompt_text(template: Template, row: Row) -> str:
@@ -283,9 +288,7 @@ def _split_at_border(template: Template, rendering: Rendering) -> TokenRow:
     return _ended(template, rendering, [*before, *after], [(len(before), len(before) + len(after))])
 
 
-def _ended(
-    template: Template, rendering: Rendering, ids: list[int], spans: Sequence[tuple[int, int]]
-) -> TokenRow:
+def _ended(template: Template, rendering: Rendering, ids: list[int], spans: Sequence[tuple[int, int]]) -> TokenRow:
     """Cut off what the template writes after each turn's end."""
     ended, has_end_token = [], True
     for (start, end), is_cut in zip(spans, rendering.cut, strict=True):

@@ -103,7 +103,11 @@ def token_writer(path: Path, facts: dict[str, str]) -> Iterator[TokenWriter]:
     with (
         atomic_writer(path) as handle,
         pq.ParquetWriter(
-            handle, schema, compression="zstd", use_dictionary=["turn", "loss_mask.list.element"], write_statistics=False
+            handle,
+            schema,
+            compression="zstd",
+            use_dictionary=["turn", "loss_mask.list.element"],
+            write_statistics=False,
         ) as file,
     ):
         writer = TokenWriter(file)

@@ -1,0 +1,1 @@
+"""Seeing a run: samples, history, alarms, and the views of them."""
