@@ -74,7 +74,8 @@ def one_server(workspace: Workspace, **sections: Any) -> Iterator[Server]:
     Raises:
         UserError: with the cause, if it does not become ready.
     """
-    workspace.configure(servers={"count": 1, "linger": 1, "stop_timeout": 1}, **sections)
+    workspace.configure(**sections)
+    workspace.configure(servers={"count": 1, "linger": 1, "stop_timeout": 1})
     results = {"results": str(workspace.folder / "results")}
     config = load_config({**workspace.settings, "run": {**workspace.settings["run"], **results}})
     layout = config.layout

@@ -44,6 +44,11 @@ def _workspace(folder: Path, model: Path, sglang: dict[str, Any], settings: dict
 def real_workspace(folder: Path, sglang: dict[str, Any] | None = None, **settings: Any) -> Workspace:
     """A folder whose servers are the real SGLang with the tiny model, on CPU."""
     model = tiny_model()
+    # Its launch flags are read once for all tests, not once for each folder.
+    (folder / "results").mkdir(parents=True, exist_ok=True)
+    flags = build_env.DEFAULT_FOLDER / "flags"
+    flags.mkdir(exist_ok=True)
+    (folder / "results" / ".cache").symlink_to(flags)
     own = {
         "python": str(build_env.python_of()),
         "device": "cpu",
