@@ -4,8 +4,10 @@ from snakemake.utils import min_version
 
 min_version("9.27")
 
-# A configuration that names its own model stands alone; anything less is laid over the default one.
-if "source" not in (config.get("model") or {}):
+# A --configfile that names its own model stands alone; anything less is laid over the default configuration.
+if not workflow.config_settings.configfiles or "source" not in (
+    config.get("model") or {}
+):
 
     configfile: "config.yaml"
 
@@ -16,6 +18,7 @@ include: "rules/model.smk"
 include: "rules/servers.smk"
 include: "rules/quality.smk"
 include: "rules/completions.smk"
+include: "rules/pools.smk"
 include: "rules/dataset.smk"
 include: "rules/training.smk"
 include: "rules/run.smk"

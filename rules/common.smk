@@ -25,6 +25,7 @@ layout = plan.layout
 wildcard_constraints:
     shard=r"\d\d\d\d\d+",
     server=r"\d+",
+    pool=r"\d+-\d+",
 
 
 def get_index(wildcards):
@@ -44,16 +45,27 @@ def get_means(wildcards):
 
 
 def get_completions(wildcards):
-    """Every shard's completions."""
+    """Every shard's completions, or the proofs of the pools that hold them."""
+    if plan.pools:
+        return [*map(layout.pool_proof, plan.pools)]
     return [*map(layout.completions, plan.shards)]
 
 
+def get_pool_means(wildcards):
+    """What a pool with work builds on."""
+    if wildcards.pool not in plan.open_pools:
+        return []
+    return [layout.prompt_index, layout.model_manifest]
+
+
 def get_results(wildcards):
-    """All that a finished run holds."""
+    """All that a finished run holds; of a pool, its shards."""
+    if plan.config.pools.only:
+        return get_completions(wildcards)
     return [
         layout.dataset,
         layout.dataset_rejects,
         layout.manifest,
-        *map(layout.completions, plan.shards),
+        *get_completions(wildcards),
         *layout.training_files(plan.config.output.training.formats),
     ]

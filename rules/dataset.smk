@@ -17,7 +17,7 @@ rule merge:
         layout.log("benchmarks", "merge.tsv")
     conda:
         "../envs/pipeline.yaml"
-    threads: workflow.cores
+    threads: workflow.resource_settings.cores or 1  # plans and reports name no cores
     params:
         level=plan.config.output.zstd_level,
     message:

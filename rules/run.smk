@@ -29,6 +29,8 @@ onstart:
             if not isinstance(handler, logging.FileHandler):
                 handler.addFilter(is_for_people)
         print(f"shardmill: {plan.opening_line()}", file=sys.stderr)
+        for line in plan.check_room():
+            print(f"shardmill: {line}", file=sys.stderr)
     except UserError as error:
         sys.exit(f"shardmill: error: {error}")
 

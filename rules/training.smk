@@ -21,7 +21,7 @@ if plan.config.output.training.formats:
         retries: 0
         conda:
             "../envs/pipeline.yaml"
-        threads: workflow.cores
+        threads: workflow.resource_settings.cores or 1  # plans and reports name no cores
         params:
             settings=plan.config.output.training.model_dump(),
             short=plan.config.quality.min_supervised_tokens,

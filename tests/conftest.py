@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -84,3 +85,17 @@ def counted(finished: Workspace, door: Door) -> Workspace:
     """The finished run, which from now on asks the server behind the door."""
     finished.configure(engine={"kind": "external", "external": {"urls": [door.url], "flavor": "llamacpp"}})
     return finished
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "shardmill-test", str(folder)], capture_output=True, check=False
+    )
+    if mount.returncode:
+        pytest.skip("only root may mount a file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)

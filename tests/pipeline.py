@@ -296,6 +296,20 @@ def copy_code(folder: Path) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def frozen_engines(workspace: Workspace) -> Iterator[None]:
+    """No engine answers anything while the block runs, so that a run is caught in the middle on any machine."""
+    engines = [psutil.Process(workspace.status(server)["pids"]["engine"]["pid"]) for server in "01"]
+    for engine in engines:
+        engine.suspend()
+    try:
+        yield
+    finally:
+        for engine in engines:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                engine.resume()
+
+
 # A server's front door
 
 

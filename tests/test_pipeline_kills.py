@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tests.pipeline import (
     check_sent_once,
     eventually,
     free_ports,
+    frozen_engines,
     prompts,
 )
 
@@ -121,7 +122,7 @@ def test_stopped_by_a_signal(busy: Workspace, number: int) -> None:
     command = busy.start()
     busy.await_journal(20, command)
     eventually(lambda: len(list(busy.path("progress").glob("*.json"))) == 2, "both shards are being answered")
-    with frozen_engines(busy):  # so that it is caught in the middle however fast the machine is
+    with frozen_engines(busy):
         command.signal_group(number)
         result = command.wait(60)
     assert result.code != 0
@@ -147,20 +148,6 @@ def test_sigterm_to_snakemake_alone(busy: Workspace) -> None:
     assert len(kept) < COUNT and not busy.path("dataset").exists()
     busy.finish()
     check_result(busy, kept=kept)
-
-
-@contextlib.contextmanager
-def frozen_engines(workspace: Workspace) -> Iterator[None]:
-    """No engine answers anything while the block runs."""
-    engines = [psutil.Process(workspace.status(server)["pids"]["engine"]["pid"]) for server in "01"]
-    for engine in engines:
-        engine.suspend()
-    try:
-        yield
-    finally:
-        for engine in engines:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                engine.resume()
 
 
 def test_a_second_run_is_refused_and_does_no_harm(busy: Workspace) -> None:
@@ -221,3 +208,23 @@ def test_a_readiness_file_without_a_server_is_not_believed(finished: Workspace) 
     result = finished.finish()
     assert "shardmill: server 0: cleared a stale readiness file: its supervisor" in result.output
     assert not ready.exists()
+
+
+def test_the_disk_is_full_in_mid_run(busy: Workspace, small_disk: Path) -> None:
+    (busy.folder / "results").symlink_to(small_disk)
+    command = busy.start()
+    busy.await_journal(12, command)
+    balloon = small_disk / "balloon"
+    with frozen_engines(busy), balloon.open("wb", buffering=0) as handle, contextlib.suppress(OSError):
+        while handle.write(bytes(1 << 12)):
+            pass
+    before = good_answers(busy)
+    result = command.wait()
+    assert result.code != 0
+    assert "Traceback" not in result.output, result.output
+    assert "No space left on device" in result.output and "make room" in result.output, result.output
+    assert good_answers(busy).items() >= before.items()
+    kept = good_answers(busy)
+    balloon.unlink()
+    busy.finish()
+    check_result(busy, kept=kept)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 import zstandard
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
 from shardmill.config import Config
 from shardmill.errors import UserError
 from shardmill.load_config import load_config
@@ -28,13 +31,13 @@ from shardmill.training.report import Distribution
 from shardmill.training.tokenizer import count_prompt_tokens, load_tokenizer, template_arguments
 from shardmill.training.view import make_view
 from tests.pipeline import Workspace, check_complete, prompts, read_records
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-# Like Qwen3's: thoughts of turns before the last user turn are left out; with thinking off the prompt holds an empty one.
+# Like Qwen3's: thoughts before the last user turn are left out; with thinking off the prompt holds an empty one.
 QWEN = """\
-{%- if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endif -%}
+{%- if tools -%}
+{{- '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\n' -}}
+{%- endif -%}
 {%- set ns = namespace(last=-1) -%}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor -%}
 {%- for m in messages -%}
@@ -44,7 +47,8 @@ QWEN = """\
 {%- endif -%}
 {{- (m.content or '') | trim('\n') -}}
 {%- for call in m.tool_calls or [] -%}
-{{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) + '}\n</tool_call>' -}}
+{{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' -}}
+{{- (call.function.arguments | tojson) + '}\n</tool_call>' -}}
 {%- endfor -%}
 {{- '<|im_end|>\n' -}}
 {%- endfor -%}
@@ -61,7 +65,9 @@ PLAIN = """\
 OPENED = """\
 {%- for m in messages -%}
 {{- '<|im_start|>' + m.role + '\n' -}}
-{%- if m.role == 'assistant' and m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif -%}
+{%- if m.role == 'assistant' and m.reasoning_content -%}
+{{- '<think>\n' + m.reasoning_content + '\n</think>\n\n' -}}
+{%- endif -%}
 {{- m.content + '<|im_end|>\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif -%}
@@ -81,10 +87,22 @@ TEXTS = [
 ]
 
 
+def qwen_words() -> pre_tokenizers.PreTokenizer:
+    """How Qwen cuts text into words: line breaks belong to the blanks before them."""
+    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    pattern = words + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
 def byte_level() -> Tokenizer:
     """A byte-level BPE like Qwen's, trained on a few lines."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = qwen_words()
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
@@ -125,7 +143,7 @@ def message(role: str, content: str, **more: Any) -> dict[str, Any]:
 
 
 def completion(name: str, *messages: dict[str, Any], turns: int = 0, **more: Any) -> dict[str, Any]:
-    """A completion as the dataset holds it; with `turns` as many answers of this run, each on the regenerated history."""
+    """A completion of the dataset; `turns`: answers of this run in it, 0 as with `prompts.turns: last`."""
     record = {
         "id": name,
         "messages": list(messages),
@@ -143,6 +161,10 @@ def single(name: str, answer: str, thought: str | None = "Mills grind wheat.", *
     return completion(name, message("user", f"What does mill {name} grind?"), said, **more)
 
 
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 class View:
     """A run whose dataset is there, to make views of.
 
@@ -150,7 +172,7 @@ class View:
         settings: of `output.training`; more sections as keyword arguments.
     """
 
-    def __init__(self, folder: Path, model: Path, records: list[dict[str, Any]], **sections: Any) -> None:
+    def __init__(self, folder: Path, model: Path, records: Iterable[dict[str, Any]], **sections: Any) -> None:
         self.folder = folder / "results" / "t"
         self.settings: dict[str, Any] = {
             "run": {"name": "t", "results": str(folder / "results")},
@@ -162,15 +184,20 @@ class View:
         self.model = model
         self.write(records)
 
-    def write(self, records: list[dict[str, Any]]) -> None:
-        content = b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
+    def write(self, records: Iterable[dict[str, Any]]) -> None:
         dataset = self.folder / "dataset"
         dataset.mkdir(parents=True, exist_ok=True)
-        (dataset / "completions.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(content))
+        count = 0
+        with (
+            (dataset / "completions.jsonl.zst").open("wb") as handle,
+            zstandard.ZstdCompressor().stream_writer(handle) as stream,
+        ):
+            for record in records:
+                stream.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+                count += 1
         source = {"source": str(self.model), "kind": "local", "folder": str(self.model), "revision": None}
         (self.folder / "model").mkdir(exist_ok=True)
         (self.folder / "model" / "manifest.json").write_text(json.dumps(source))
-        count = len(records)
         manifest = {
             "shardmill": "0",
             "counts": {"input": count, "accepted": count, "rejected": 0, "unusable": 0, "retries": 0},
@@ -181,7 +208,7 @@ class View:
             "model_digest": "ab" * 32,
             "engine": {"kind": "sglang"},
             "config": load_config(self.settings).model_dump(),
-            "dataset": {"records": count, "sha256": "0", "content_sha256": hashlib.sha256(content).hexdigest()},
+            "dataset": {"records": count, "sha256": sha256(dataset / "completions.jsonl.zst")},
         }
         (dataset / "manifest.json").write_text(json.dumps(manifest))
 
@@ -268,7 +295,7 @@ class TestMasks:
     def test_a_thought_that_the_prompt_opens(self, tmp_path: Path) -> None:
         model = make_model(tmp_path / "model", OPENED)
         view = View(tmp_path, model, [single("a", "Rye.", "Hm."), single("b", "Rye and wheat.", None)])
-        report = view.make(max_no_thought_rate=1)
+        report = view.make(max_no_thought_rate=1, min_supervised_tokens=1)
         first, second = view.rows()
         check(first, model, user("What does mill a grind?") + HEAD + "<think>\n", ("Hm.\n</think>\n\nRye.<|im_end|>",))
         # The template does not write the thought that this answer lacks, though the prompt had opened one.
@@ -291,7 +318,7 @@ class TestMasks:
         """The server read the prompt's last newline as a token of its own; so must the row."""
         model = make_model(tmp_path / "model", PLAIN)
         view = View(tmp_path, model, [single("a", "\nRye.", None)], thinking={"enabled": None})
-        view.make()
+        view.make(min_supervised_tokens=1)
         row = view.rows()[0]
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         prompt, answer = (
@@ -543,9 +570,7 @@ class TestGates:
 
     def test_a_few_that_cannot_be_masked_are_counted(self, tmp_path: Path, model: Path) -> None:
         records = [single(f"r{n}", TEXTS[0]) for n in range(99)]
-        call = {"id": "c", "type": "function", "function": {"name": "grind", "arguments": "not JSON"}}
         broken = completion("bad", message("user", "x"), message("assistant", "x", tool_calls=[{"function": {}}]))
-        assert call
         view = View(tmp_path, model, [*records, broken])
         report = view.make()
         assert report["unmasked"] == {"template_refused": 1} and report["samples"] == 99
@@ -603,6 +628,10 @@ class TestFiles:
         content = zstandard.ZstdDecompressor().stream_reader(path.read_bytes()).read()
         path.write_bytes(zstandard.ZstdCompressor().compress(content.replace(b"Mills", b"Malls")))
         assert "hash differs" in view.error()
+        manifest = json.loads(path.with_name("manifest.json").read_text())
+        manifest["dataset"] |= {"sha256": sha256(path), "records": 3}
+        path.with_name("manifest.json").write_text(json.dumps(manifest))
+        assert "holds 2 completions, but its manifest says 3" in view.error()
         path.unlink()
         assert "is missing" in view.error()
 
@@ -753,7 +782,7 @@ def tokenizer_of_gguf(gguf_file: Path, folder: Path) -> Path:
     kinds = fields["tokenizer.ggml.token_type"].contents()
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"].contents()]
     tokenizer = Tokenizer(models.BPE(vocab={word: n for n, word in enumerate(words)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = qwen_words()
     tokenizer.decoder = decoders.ByteLevel()
     control, own = ([w for w, k in zip(words, kinds, strict=True) if k == kind] for kind in (3, 4))
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in control])

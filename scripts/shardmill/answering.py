@@ -11,44 +11,33 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
-import orjson
-import requests
-
+from .asking import Asker, Flight, Task
 from .client import Call, Client
 from .config import Config
-from .conversation import Conversation, TurnRequest, without_thoughts
-from .engines.base import Answer, Fault
+from .conversation import Conversation, TurnRequest
+from .disk import no_room
 from .engines.registry import engine_for
 from .errors import UserError
-from .journal import Journal
 from .ledger import Ledger
 from .logs import get_logger
 from .owner import owner_is_alive
-from .pool import ServerPool, ServerView
-from .quality.verdicts import Expectation, judge
+from .pool import ServerPool
+
+__all__ = ["Answering", "Interrupted", "Task", "replay"]
 
 log = get_logger(__name__)
 
-TICK = 0.05
+# Places that other jobs give back are noticed at the next look only; the queue at each server bridges that.
+TICK = 0.02
+IDLE_TICK = 0.1
 REFRESH_INTERVAL = 0.5
 PROGRESS_INTERVAL = 1.0
-# How long a supervisor may take to say that the engine behind a broken connection is gone.
-CRASH_NOTICE = 3.0
 
 
 class Interrupted(Exception):
     """The job was told to stop; everything finished is in the journal."""
-
-
-@dataclass
-class Task:
-    """A conversation to bring to its outcome, and the journal that its entries go to."""
-
-    conversation: Conversation
-    journal: Journal
 
 
 def replay(task: Task) -> None:
@@ -59,16 +48,6 @@ def replay(task: Task) -> None:
             return
 
 
-@dataclass
-class _InFlight:
-    task: Task
-    request: TurnRequest
-    server: int
-    instance: int
-    call: Call
-    sent_at: float
-
-
 class Answering:
     """Brings conversations to their outcomes.
 
@@ -77,6 +56,8 @@ class Answering:
         name: what is answered, for messages ("shard 00003").
         on_progress: called about once a second with (done, in flight).
         on_settled: called after each outcome, in a request's thread; may raise UserError to stop everything.
+        on_request: called when a request has ended, in its thread, with its server and its journal entry; None
+            instead of the entry if its prompt is to be sent again.
     """
 
     def __init__(
@@ -86,6 +67,7 @@ class Answering:
         *,
         on_progress: Callable[[int, int], None] | None = None,
         on_settled: Callable[[Conversation], None] | None = None,
+        on_request: Callable[[str, dict[str, Any] | None], None] | None = None,
     ) -> None:
         self.config = config
         self.layout = config.layout
@@ -93,14 +75,17 @@ class Answering:
         self.engine = engine_for(config)
         self.stop = threading.Event()
         self.sent = 0
+        self.hedged = 0  # of those, second copies
         self._on_progress = on_progress
         self._on_settled = on_settled
+        self._on_request = on_request
         self._wake = threading.Event()
         self._lock = threading.Lock()
         self._todo: deque[Task] = deque()
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, Flight] = {}
         self._done = 0
         self._failure: BaseException | None = None
+        self._no_more: UserError | None = None  # why nothing more is sent; what is in flight is waited for
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Send until every conversation has its outcome; what the journals hold already is not sent.
@@ -117,10 +102,11 @@ class Answering:
             return
         self._pool = ServerPool(self.config, self.engine)
         self._client = Client(connections=max(64, self._pool.capacity))
+        self._asker = Asker(self.config, self.engine, self._pool, self._client, self.stop.is_set)
         self._ledger = Ledger(self.layout.ledger)
         executor = ThreadPoolExecutor(max_workers=4096, thread_name_prefix="request")
         try:
-            self._ledger.join()
+            self._ledger.join(total=len(tasks))
             self._loop(executor)
         finally:
             self.stop.set()
@@ -139,12 +125,15 @@ class Answering:
             now = time.monotonic()
             if now >= next_refresh:
                 next_refresh = now + REFRESH_INTERVAL
-                self._pool.refresh()
+                self._pool.refresh(self._ledger.in_flight)
                 self._check_alive()
+                self._no_more = self._no_more or no_room(self.config)
                 self._cut_lost(now)
                 usable = any(self._pool.limits())
                 without_server_since = None if usable else without_server_since or now
                 self._check_servers(now, without_server_since)
+                if self.config.dispatch.hedge_last:
+                    self._hedge(executor)
             if now >= next_progress:
                 next_progress = now + PROGRESS_INTERVAL
                 self._report_progress()
@@ -152,9 +141,12 @@ class Answering:
             with self._lock:
                 if self._failure:
                     raise self._failure
+                if self._no_more and not self._in_flight:
+                    raise self._no_more
                 if not self._todo and not self._in_flight:
                     return
-            self._wake.wait(TICK)
+                waiting = bool(self._todo)
+            self._wake.wait(TICK if waiting else IDLE_TICK)
             self._wake.clear()
 
     def _send_what_fits(self, executor: ThreadPoolExecutor) -> None:
@@ -162,22 +154,45 @@ class Answering:
         while True:
             with self._lock:
                 waiting = len(self._todo)
-                task = self._todo[0] if waiting else None
+                task, suspects = self._next_task()
             self._ledger.set_waiting(waiting)
-            if task is None:
-                return
-            server = self._ledger.claim(limits, prefer=task.conversation.server)
-            if server is None:
+            if task is None or self._no_more:
                 return
             request = task.conversation.next_request()
             assert request is not None
-            instance = self._pool.servers[server].instance
-            flight = _InFlight(task, request, server, instance, Call(), time.monotonic())
+            # A further turn finds its history in its server's prefix cache; another attempt had better go elsewhere.
+            prefer = task.conversation.server if request.attempt == 1 else None
+            open_to = [0 if at in suspects else limit for at, limit in enumerate(limits)] if suspects else limits
+            server = self._ledger.claim(open_to, prefer=prefer)
+            if server is None:
+                return
             with self._lock:
                 self._todo.remove(task)  # a retry may have been put before it in the meantime
-                self._in_flight[id(flight)] = flight
-                self.sent += 1
+                flight = self._depart(task, request, server)
             executor.submit(self._answer, flight)
+
+    def _next_task(self) -> tuple[Task | None, frozenset[int]]:
+        """What to send next, and the servers that must not have it; with the lock held.
+
+        A prompt that was in flight at a crash goes to servers that have no other such prompt of this job, and after
+        the ones that were not. Else the fellows of a poisonous prompt would be sent along with it, crash after
+        crash, and be set aside with it.
+        """
+        for task in self._todo:
+            if not task.conversation.crashes:
+                return task, frozenset()
+        if not self._todo:
+            return None, frozenset()
+        suspects = (flight.server for flight in self._in_flight.values() if flight.task.conversation.crashes)
+        return self._todo[0], frozenset(suspects)
+
+    def _depart(self, task: Task, request: TurnRequest, server: int) -> Flight:
+        """Enter a request among those in flight; with the lock held."""
+        view = self._pool.servers[server]
+        flight = Flight(task, request, server, view.instance, Call(), time.monotonic(), view.pace)
+        self._in_flight[id(flight)] = flight
+        self.sent += 1
+        return flight
 
     def _check_alive(self) -> None:
         if self.stop.is_set():
@@ -206,13 +221,43 @@ class Answering:
         for flight in flights:
             server = self._pool.servers[flight.server]
             gone = server.instance > flight.instance  # the engine it was sent to is no more
-            if gone or server.lost(flight.sent_at, now):
+            most = self._most_tokens(flight)
+            if gone or server.lost(flight.sent_at, flight.pace, most, now):
                 log.warning(
                     "server %s no longer works on prompt %s; it is sent again",
                     server.place.name,
                     flight.task.conversation.id,
                 )
                 flight.call.abort()
+
+    def _most_tokens(self, flight: Flight) -> int:
+        own = flight.request.overrides.get("max_tokens")
+        return own if isinstance(own, int) else self.config.sampling.max_tokens
+
+    def _hedge(self, executor: ThreadPoolExecutor) -> None:
+        """When fewer requests than slots remain: send each to a second server as well."""
+        with self._lock:
+            alone = [f for f in self._in_flight.values() if f.twin is None and not f.beaten] if not self._todo else []
+        slots = self._pool.slots()
+        if not alone or not self._ledger.nobody_waits():
+            return
+        if sum(map(self._ledger.in_flight, range(len(slots)))) >= sum(slots):
+            return
+        for flight in sorted(alone, key=lambda flight: flight.sent_at):
+            elsewhere = [0 if at == flight.server else count for at, count in enumerate(slots)]
+            server = self._ledger.claim(elsewhere)
+            if server is None:
+                continue
+            with self._lock:
+                arrived = id(flight) not in self._in_flight
+                if not arrived:
+                    copy = self._depart(flight.task, flight.request, server)
+                    copy.twin, flight.twin = flight, copy
+                    self.hedged += 1
+            if arrived:
+                self._ledger.release(server)
+            else:
+                executor.submit(self._answer, copy)
 
     def _report_progress(self) -> None:
         if self._on_progress:
@@ -222,135 +267,70 @@ class Answering:
 
     # One request, in its own thread
 
-    def _answer(self, flight: _InFlight) -> None:
-        """Send one request, and journal, judge and apply what comes back."""
+    def _answer(self, flight: Flight | None) -> None:
+        """Send one request and take in what comes back; then the conversation's next turn, at the same server."""
+        while flight is not None:
+            flight = self._answer_turn(flight)
+
+    def _answer_turn(self, flight: Flight) -> Flight | None:
+        """One turn; returns the flight of the next one, if it keeps the place."""
         task, conversation = flight.task, flight.task.conversation
+        onward = False
         try:
-            entry = self._ask(flight)
-            if entry is not None:
+            entry = self._asker.ask(flight)
+            if self._on_request and not (flight.beaten or self.stop.is_set()):
+                self._on_request(self._pool.servers[flight.server].place.name, entry)
+            if entry is not None and self._wins(flight, entry):
                 task.journal.append(entry)
                 conversation.apply(entry)
                 if entry["kind"] == "answer":
                     replay(task)  # the next turn may already be in the journal of an earlier run
-            if conversation.outcome and self._on_settled:
-                self._on_settled(conversation)
+                    onward = self._may_go_on(flight)
+                if conversation.outcome and self._on_settled:
+                    self._on_settled(conversation)
         except BaseException as error:
             with self._lock:
                 self._failure = self._failure or error
-        finally:
+        return self._arrive(flight, onward)
+
+    def _wins(self, flight: Flight, entry: dict[str, object]) -> bool:
+        """Whether this entry counts; the twin of a request, if it has one, is cut off then."""
+        with self._lock:
+            twin = flight.twin
+            if flight.beaten or (twin and entry["kind"] == "crash"):
+                return False
+            if twin:
+                twin.beaten, twin.twin, flight.twin = True, None, None
+        if twin:
+            twin.call.abort()
+        return True
+
+    def _may_go_on(self, flight: Flight) -> bool:
+        """Whether the conversation's next turn keeps its place: its history is in that server's prefix cache."""
+        request = flight.task.conversation.next_request()
+        over = self.stop.is_set() or self._failure or self._no_more
+        if request is None or request.turn == flight.request.turn or over:
+            return False
+        limit, server = self._pool.limits()[flight.server], self._pool.servers[flight.server]
+        return server.instance == flight.instance and self._ledger.in_flight(flight.server) <= limit
+
+    def _arrive(self, flight: Flight, onward: bool) -> Flight | None:
+        """Take a request out of those in flight, and send its conversation on, back to the queue, or home."""
+        conversation = flight.task.conversation
+        request = conversation.next_request() if onward else None
+        if request is None:
             self._ledger.release(flight.server)
-            with self._lock:
-                del self._in_flight[id(flight)]
+        with self._lock:
+            del self._in_flight[id(flight)]
+            if request is not None:
+                return self._depart(flight.task, request, flight.server)
+            if flight.twin:  # which goes on alone
+                flight.twin.twin = None
+            elif not flight.beaten:
                 if conversation.outcome is None:
-                    self._todo.appendleft(task)
+                    # Crashed ones wait at the end: the search for the next task shall not pass them each time.
+                    (self._todo.append if conversation.crashes else self._todo.appendleft)(flight.task)
                 else:
                     self._done += 1
-            self._wake.set()
-
-    def _ask(self, flight: _InFlight) -> dict[str, Any] | None:
-        """The journal entry for what came back, or None if the prompt is simply to be sent again."""
-        server = self._pool.servers[flight.server]
-        request, conversation = flight.request, flight.task.conversation
-        body = self.engine.request_body(
-            self.config, without_thoughts(request.messages), request.tools, request.seed, request.overrides
-        )
-        try:
-            status, raw = self._client.post(
-                f"{server.place.url}/v1/chat/completions",
-                orjson.dumps(body),
-                api_key=server.place.api_key,
-                call=flight.call,
-            )
-        except requests.RequestException as error:
-            return self._note_broken(flight, server, error)
-        seconds = time.monotonic() - flight.sent_at
-        result = self.engine.read_answer(status, raw)
-        if isinstance(result, Fault):
-            return self._note_fault(flight, server, result, seconds)
-        server.note_success()
-        conversation.server = flight.server
-        conversation.faults = 0
-        judgement = judge(result, expectation(self.config, request, body))
-        return self._entry(flight, "answer", seconds, judgement.verdict, judgement.detail, _answer_dict(result))
-
-    def _note_broken(self, flight: _InFlight, server: ServerView, error: Exception) -> dict[str, Any] | None:
-        """No whole answer: the connection was refused, cut or reset. Only a crash counts against the prompt."""
-        if self.stop.is_set():
-            return None
-        server.note_fault(time.monotonic())
-        if not flight.call.sent or (flight.call.aborted and server.instance == flight.instance):
-            return None
-        if not self._crashed(flight, server):
-            return None
-        log.warning(
-            "server %s went down with prompt %s in flight (%s)", server.place.name, flight.task.conversation.id, error
-        )
-        seconds = time.monotonic() - flight.sent_at
-        return self._entry(flight, "crash", seconds, "poison", type(error).__name__, None)
-
-    def _crashed(self, flight: _InFlight, server: ServerView) -> bool:
-        """Whether the engine that had the request died; its supervisor says so within a few seconds."""
-        deadline = time.monotonic() + CRASH_NOTICE
-        while time.monotonic() < deadline and not self.stop.is_set():
-            if server.instance > flight.instance or server.state != "ready":
-                return True
-            time.sleep(0.2)
-        return False
-
-    def _note_fault(self, flight: _InFlight, server: ServerView, fault: Fault, seconds: float) -> dict[str, Any] | None:
-        """A fault of the prompt's own is final; a server's is tried again, elsewhere if it can be."""
-        conversation = flight.task.conversation
-        if fault.is_final:
-            server.note_success()
-            return self._entry(flight, "fault", seconds, fault.kind, fault.message, None)
-        if fault.kind == "unauthorized":
-            raise UserError(
-                f"refused the api key: {fault.message}",
-                where=f"server {server.place.name}",
-                hint="see to the key, then run the same command again",
-            )
-        was_well = server.note_fault(time.monotonic())
-        log.warning("server %s on prompt %s: %s: %s", server.place.name, conversation.id, fault.kind, fault.message)
-        if was_well and fault.kind != "queue_full":
-            conversation.faults += 1
-        if conversation.faults >= self.config.dispatch.attempts_per_fault:
-            detail = f"{conversation.faults} faults, the last: {fault.kind}: {fault.message}"
-            return self._entry(flight, "fault", seconds, "engine_error", detail, None)
+        self._wake.set()
         return None
-
-    def _entry(
-        self, flight: _InFlight, kind: str, seconds: float, verdict: str, detail: str, answer: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        request = flight.request
-        entry: dict[str, Any] = {
-            "id": flight.task.conversation.id,
-            "kind": kind,
-            "turn": request.turn,
-            "attempt": request.attempt,
-            "fingerprint": request.fingerprint,
-            "seed": request.seed,
-            "verdict": verdict,
-            "detail": detail,
-            "server": self._pool.servers[flight.server].place.name,
-            "seconds": round(seconds, 3),
-            "at": round(time.time(), 3),
-        }
-        if answer is not None:
-            entry["answer"] = answer
-        return entry
-
-
-def expectation(config: Config, request: TurnRequest, body: dict[str, Any]) -> Expectation:
-    """What the answer to a request must be, under the run's settings."""
-    texts = [message["content"] for message in request.messages if isinstance(message.get("content"), str)]
-    return Expectation(
-        thinking=config.thinking.enabled,
-        max_tokens=body.get("max_tokens"),
-        min_supervised_tokens=config.quality.min_supervised_tokens,
-        tool_calls_count=config.quality.tool_calls_count,
-        prompt_text="\n".join(texts),
-    )
-
-
-def _answer_dict(answer: Answer) -> dict[str, Any]:
-    return {key: value for key, value in vars(answer).items() if value is not None}

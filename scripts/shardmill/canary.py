@@ -20,6 +20,7 @@ from .files import read_json, write_json
 from .generate import make_terms
 from .journal import Journal
 from .layout import Layout
+from .pool_plan import holds
 from .prompts.shards import read_shard
 from .quality.verdicts import RateGate, rate_table
 
@@ -56,10 +57,12 @@ class Canary:
             Interrupted: if it was stopped.
         """
         started = time.monotonic()
-        index = read_json(self.layout.prompt_index)
-        positions = sample_positions(index["usable"], self.config.quality.canary.prompts)
+        only, entries = self.config.pools.only, read_json(self.layout.prompt_index)["shards"]
+        # A pool's sample is of its own shards: the journals of others are not its to write.
+        entries = [entry for entry in entries if not only or holds(only, entry["name"])]
+        positions = sample_positions(sum(e["prompts"] for e in entries), self.config.quality.canary.prompts)
         with contextlib.ExitStack() as stack:
-            tasks = self._tasks(stack, index, positions)
+            tasks = self._tasks(stack, entries, positions)
             self.answering.run(tasks)
             conversations = [task.conversation for task in tasks]
             report = _report(self.config, conversations, sent=self.answering.sent, seconds=time.monotonic() - started)
@@ -67,13 +70,15 @@ class Canary:
         write_json(self.layout.canary, report)
         return report
 
-    def _tasks(self, stack: contextlib.ExitStack, index: dict[str, Any], positions: Sequence[int]) -> list[Task]:
+    def _tasks(
+        self, stack: contextlib.ExitStack, entries: list[dict[str, Any]], positions: Sequence[int]
+    ) -> list[Task]:
         """The sampled prompts, each with the journal of its shard."""
         tasks: list[Task] = []
         wanted = iter(positions)
         position = next(wanted, None)
         first = 0
-        for entry in index["shards"]:
+        for entry in entries:
             here: list[int] = []
             while position is not None and position < first + entry["prompts"]:
                 here.append(position - first)

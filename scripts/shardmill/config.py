@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, Field, model_validator
 
 from .config_monitor import Monitor
+from .config_pools import Pools
 from .config_section import Section
 from .config_sglang import Severity, SGLang, sglang_conflicts
 from .config_training import Training, training_conflicts
@@ -35,6 +36,12 @@ class Run(Section):
         False,
         description="Allow settings that decide the answers to change in a run that holds results: every shard "
         "is made again under the new ones. Without it such a change is refused.",
+    )
+    min_free_disk: float | None = Field(
+        None,
+        ge=0,
+        description="GB of the results' disk that stay free: below that no request is sent any more, those in flight "
+        "are finished and kept, and the run stops. Left out: 1 GB, or 1 % of a disk under 100 GB.",
     )
     recut: bool = Field(
         False,
@@ -165,6 +172,11 @@ class Servers(Section):
     linger: float = Field(
         60, ge=0, description="Seconds that servers stay warm after their Snakemake died, for a quick rerun."
     )
+    may_fail: int = Field(
+        0,
+        ge=0,
+        description="Servers that may fail to start; the run goes on with the others. The next start tries them again.",
+    )
     max_restarts: int = Field(5, ge=0, description="Restarts of a server that dies, before it is given up.")
     expect: Expect = Field(default_factory=Expect, description="What a server should reach.")
 
@@ -177,6 +189,11 @@ class Dispatch(Section):
         ge=0,
         description="Requests kept waiting at each server beyond what it runs; left out: an eighth of that, "
         "at least 2.",
+    )
+    hedge_last: bool = Field(
+        False,
+        description="At the end, when fewer requests than slots remain, send each to a second server as well; the "
+        "first answer counts, the other is cut off. Costs idle GPU time only; helps where one server is much slower.",
     )
     attempts_per_fault: int = Field(
         5,
@@ -309,10 +326,11 @@ class Config(Section):
     quality: Quality = Field(default_factory=Quality)
     output: Output = Field(default_factory=Output)
     monitor: Monitor = Field(default_factory=Monitor)
+    pools: Pools = Field(default_factory=Pools)
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.run.results, self.run.name)
+        return Layout(self.run.results, self.run.name, self.pools.only)
 
     @property
     def server_names(self) -> list[str]:
@@ -350,6 +368,7 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
         *_url_conflicts(config),
         *_sampling_conflicts(config),
         *training_conflicts(config),
+        *_pool_conflicts(config),
     ]
 
 
@@ -374,6 +393,15 @@ def _server_conflicts(config: Config) -> list[tuple[str, str]]:
         text = f"{servers.port} leaves no room for {config.server_count} ports; write a lower one"
         found.append(("servers.port", text))
     return found
+
+
+def _pool_conflicts(config: Config) -> list[tuple[str, str]]:
+    pools = config.pools
+    if pools.only and not pools.shards:
+        return [("pools.only", "names a pool, but `pools.shards` makes none; leave it out")]
+    if pools.shards and config.engine.kind == "external":
+        return [("pools.shards", "makes a pool of servers per job, but external servers run already; write 0")]
+    return []
 
 
 def _url_conflicts(config: Config) -> list[tuple[str, str]]:

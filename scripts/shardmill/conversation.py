@@ -137,6 +137,8 @@ class Conversation:
                 self._judge(entry)
 
     def _judge(self, entry: dict[str, Any]) -> None:
+        # The entry's own number: an earlier one may have been lost to damage, and this one is not to be asked again.
+        self._attempt = max(self._attempt, entry["attempt"])
         action = self.terms.policy.action(entry["verdict"], self._attempt)
         if action == "reject":
             self._reject(entry["verdict"], entry["detail"])

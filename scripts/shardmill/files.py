@@ -18,6 +18,7 @@ from .errors import UserError
 CHUNK_BYTES = 1 << 20
 # Of a compressed file, read at once: kept small, because text that repeats itself becomes a thousand times as much.
 ZSTD_CHUNK_BYTES = 1 << 14
+SEAL = "seal"
 
 
 @contextlib.contextmanager
@@ -68,8 +69,14 @@ def fsync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def write_json(path: Path | str, value: Any, *, fsync: bool = True, indent: bool = True) -> None:
-    """Write `value` as JSON to `path` atomically."""
+def write_json(path: Path | str, value: Any, *, fsync: bool = True, indent: bool = True, sealed: bool = False) -> None:
+    """Write `value` as JSON to `path` atomically.
+
+    Args:
+        sealed: add a checksum to the mapping, so that whoever reads it here sees damage that is still valid JSON.
+    """
+    if sealed:
+        value = {**value, SEAL: _seal(value)}
     options = orjson.OPT_APPEND_NEWLINE | (orjson.OPT_INDENT_2 if indent else 0)
     write_bytes(path, orjson.dumps(value, option=options), fsync=fsync)
 
@@ -78,21 +85,41 @@ def read_json(path: Path | str) -> Any:
     """Read a JSON file that Shardmill wrote.
 
     Raises:
-        UserError: if the file holds no JSON.
+        UserError: if the file holds no JSON, or its seal is broken.
         OSError: if it cannot be read.
     """
     try:
-        return orjson.loads(Path(path).read_bytes())
+        return _unsealed(orjson.loads(Path(path).read_bytes()))
     except orjson.JSONDecodeError as error:
         raise UserError(f"not valid JSON ({error})", where=str(path), hint="remove it and run again") from None
+    except _BrokenSeal:
+        raise UserError("damaged (its checksum differs)", where=str(path), hint="remove it and run again") from None
 
 
 def read_json_or_none(path: Path | str) -> Any | None:
-    """Read a JSON file that may be missing, or half written by something that died: then None."""
+    """Read a JSON file that may be missing, damaged, or half written by something that died: then None."""
     try:
-        return orjson.loads(Path(path).read_bytes())
-    except (OSError, orjson.JSONDecodeError):
+        return _unsealed(orjson.loads(Path(path).read_bytes()))
+    except (OSError, orjson.JSONDecodeError, _BrokenSeal):
         return None
+
+
+class _BrokenSeal(Exception):
+    """The content is not what was sealed."""
+
+
+def _seal(value: dict[str, Any]) -> str:
+    return sha256_hex(canonical_json(value))[:16]
+
+
+def _unsealed(value: Any) -> Any:
+    """A value as it was before it was sealed; one without a seal is taken as it is."""
+    if not isinstance(value, dict) or SEAL not in value:
+        return value
+    seal = value.pop(SEAL)
+    if seal != _seal(value):
+        raise _BrokenSeal
+    return value
 
 
 def canonical_json(value: Any) -> bytes:

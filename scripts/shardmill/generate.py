@@ -13,6 +13,8 @@ from .conversation import Conversation, Terms
 from .errors import UserError
 from .files import read_json, write_json
 from .journal import Journal
+from .monitor.jobs import JobLog
+from .monitor.watchman import Watchman
 from .prompts.shards import read_shard
 from .quality.verdicts import Policy, RateGate, rate_table
 from .run_state import outcome_counts
@@ -37,8 +39,13 @@ class ShardRun:
         self.layout = config.layout
         self.shard = shard
         self.terms = make_terms(config, model_digest)
+        self._samples, self._watchman = JobLog(config, shard), Watchman(config, shard)
         self.answering = Answering(
-            config, f"shard {shard}", on_progress=self._write_progress, on_settled=self._check_rate
+            config,
+            f"shard {shard}",
+            on_progress=self._write_progress,
+            on_settled=self._check_rate,
+            on_request=self._samples.note_request,
         )
         quality = config.quality
         self._gate = RateGate(quality.max_reject_rate, quality.min_samples)
@@ -62,9 +69,11 @@ class ShardRun:
         self.layout.stats(self.shard).unlink(missing_ok=True)
         with Journal(self.layout.journal(self.shard)) as journal:
             conversations = [Conversation(prompt, self.terms) for prompt in prompts]
+            self._watchman.start()
             try:
                 self.answering.run([Task(conversation, journal) for conversation in conversations])
             finally:
+                self._end_samples(conversations)
                 self.layout.progress(self.shard).unlink(missing_ok=True)
             journal.sync()
             self._check_whole(conversations)
@@ -76,6 +85,7 @@ class ShardRun:
                 entry=entry,
                 terms=self.terms,
                 sent=self.answering.sent,
+                hedged=self.answering.hedged,
                 seconds=time.monotonic() - started,
             )
 
@@ -94,6 +104,15 @@ class ShardRun:
         if nothing_left or self._gate.fails(rejected, len(conversations)):
             raise too_many_rejects(f"shard {self.shard}", conversations, self._gate)
 
+    def _end_samples(self, conversations: list[Conversation]) -> None:
+        """Write the last sample; a shard that its journal alone made has none."""
+        self._watchman.stop()
+        if self.answering.sent:
+            done = sum(c.outcome is not None for c in conversations)
+            rejected = sum(c.outcome == "rejected" for c in self._settled)
+            self._samples.write(done=done, prompts=self._total, in_flight=0, rejected=rejected)
+        self._samples.close()
+
     def _write_progress(self, done: int, in_flight: int) -> None:
         """Say how far the shard is, and stop with the rest if the whole run goes wrong."""
         settled = self._settled[:]
@@ -108,6 +127,7 @@ class ShardRun:
             "at": time.time(),
         }
         write_json(self.layout.progress(self.shard), value, fsync=False, indent=False)
+        self._samples.tick(done=done, prompts=self._total, in_flight=in_flight, rejected=rejected)
         if rejected and time.monotonic() >= self._next_run_check:
             self._next_run_check = time.monotonic() + RUN_CHECK_INTERVAL
             accepted_all, rejected_all = outcome_counts(self.layout)

@@ -23,20 +23,31 @@ class Layout:
     Args:
         results: folder of all runs (`run.results`).
         run: name of this run (`run.name`).
+        pool: name of the pool whose view this is, in a run over several machines.
     """
 
     results: str
     run: str
+    pool: str | None = None
 
     @property
     def root(self) -> Path:
         return Path(self.results) / self.run
 
+    @property
+    def home(self) -> Path:
+        """What one machine has for itself: the run's folder, or in a run over several machines the pool's.
+
+        Locks, servers, progress and logs lie here; what lies under `root` is of the whole run, and each
+        shard's files are written by the one pool that the shard belongs to.
+        """
+        return self.pools / self.pool if self.pool else self.root
+
     # The run itself
     @property
     def lock(self) -> Path:
-        """Held by the live owner of the run; says who that is."""
-        return self.root / "run.lock"
+        """Held by the live owner of the run, or of the pool; says who that is."""
+        return self.home / "run.lock"
 
     @property
     def contract(self) -> Path:
@@ -45,7 +56,7 @@ class Layout:
 
     @property
     def api_key(self) -> Path:
-        return self.root / "servers" / "api_key"
+        return self.home / "servers" / "api_key"
 
     # Prompts
     @property
@@ -71,42 +82,42 @@ class Layout:
 
     # Servers
     def ready(self, server: str) -> Path:
-        return self.root / "servers" / f"{server}.ready"
+        return self.home / "servers" / f"{server}.ready"
 
     def server_status(self, server: str) -> Path:
-        return self.root / "servers" / f"{server}.status.json"
+        return self.home / "servers" / f"{server}.status.json"
 
     def server_info(self, server: str) -> Path:
         """What a server said of itself when it became ready; stays for the manifest."""
-        return self.root / "servers" / f"{server}.info.json"
+        return self.home / "servers" / f"{server}.info.json"
 
     def server_spec(self, server: str) -> Path:
-        return self.root / "servers" / f"{server}.spec.json"
+        return self.home / "servers" / f"{server}.spec.json"
 
     def server_secret(self, server: str) -> Path:
         """A server's api key as its engine wants to read it; there only while the server starts."""
-        return self.root / "servers" / f"{server}.secret.yaml"
+        return self.home / "servers" / f"{server}.secret.yaml"
 
     def server_log(self, server: str) -> Path:
-        return self.root / "logs" / "servers" / f"{server}.engine.log"
+        return self.home / "logs" / "servers" / f"{server}.engine.log"
 
     def supervisor_log(self, server: str) -> Path:
-        return self.root / "logs" / "servers" / f"{server}.supervisor.log"
+        return self.home / "logs" / "servers" / f"{server}.supervisor.log"
 
     @property
     def ledger(self) -> Path:
         """Shared in-flight counters of the jobs on this machine: node-local, so its locks hold."""
-        key = hashlib.sha256(os.path.abspath(self.root).encode()).hexdigest()[:12]
+        key = hashlib.sha256(os.path.abspath(self.home).encode()).hexdigest()[:12]
         return Path(tempfile.gettempdir()) / f"shardmill-{os.getuid()}-{slug(self.run, length=20)}-{key}.ledger"
 
     @property
     def canary(self) -> Path:
-        return self.root / "quality" / "canary.json"
+        return self.home / "quality" / "canary.json"
 
     # Samples
     @property
     def samples(self) -> Path:
-        return self.root / "samples"
+        return self.home / "samples"
 
     def server_samples(self, server: str) -> Path:
         return self.samples / f"server-{server}.jsonl"
@@ -124,6 +135,30 @@ class Layout:
         """Alarms as they were raised and cleared."""
         return self.samples / "alarms.jsonl"
 
+    # Pools
+    @property
+    def pools(self) -> Path:
+        """What belongs to each pool of a run over several machines."""
+        return self.root / "pools"
+
+    def of_pool(self, pool: str) -> Layout:
+        """The same run as one of its pools sees it."""
+        return Layout(self.results, self.run, pool)
+
+    def pool_proof(self, pool: str) -> Path:
+        """What a finished pool says of its shards' files."""
+        return self.pools / f"{pool}.json"
+
+    @property
+    def pool_config(self) -> Path:
+        """The configuration that a pool runs with."""
+        return self.home / "config.json"
+
+    @property
+    def pool_job(self) -> Path:
+        """The job that a pool was last worked on by, and what it left."""
+        return self.home / "job.json"
+
     # Shards
     @property
     def journal_cut(self) -> Path:
@@ -134,7 +169,7 @@ class Layout:
         return self.root / "journals" / f"{shard}.jsonl"
 
     def progress(self, shard: str) -> Path:
-        return self.root / "progress" / f"{shard}.json"
+        return self.home / "progress" / f"{shard}.json"
 
     def completions(self, shard: str) -> Path:
         return self.root / "completions" / f"{shard}.jsonl.zst"
@@ -183,4 +218,4 @@ class Layout:
 
     def log(self, *parts: str) -> Path:
         """A rule's log path mirrors its output path."""
-        return self.root.joinpath("logs", *parts)
+        return self.home.joinpath("logs", *parts)

@@ -99,7 +99,9 @@ def stale_reason(
         return "the pool has no such server any more"
     lease = read_ready(layout, server)
     if lease is None or lease.identity is None:
-        return "it is damaged"
+        value = read_json_or_none(layout.ready(server))
+        is_mark = isinstance(value, dict) and "failed" in value  # see `shardmill.may_fail`
+        return "the server did not start last time" if is_mark else "it is damaged"
     if reason := _death(lease.identity):
         return reason
     try:

@@ -148,7 +148,7 @@ class Ledger:
             if best is None or room[best] <= 0:
                 return None
             left = self._ints[self._own_row() * _ROW_INTS + _LEFT]
-            if not _is_due(mine, left, rivals, sum(limits) / (len(rivals) + 1)):
+            if not is_due(mine, left, rivals, sum(limits) / (len(rivals) + 1)):
                 return None
             if prefer is not None and room[prefer] > 0:
                 best = prefer
@@ -246,7 +246,7 @@ def _now() -> int:
     return int(time.monotonic()) & 0x7FFFFFFF
 
 
-def _is_due(mine: int, left: int, rivals: Sequence[tuple[int, int]], equal_share: float) -> bool:
+def is_due(mine: int, left: int, rivals: Sequence[tuple[int, int]], equal_share: float) -> bool:
     """Whether the next free place is for the job that asks.
 
     Args:

@@ -28,6 +28,7 @@ from .contract import Contract
 from .errors import UserError
 from .files import atomic_writer, iter_lines, iter_zstd_chunks, read_json, read_json_or_none, write_json
 from .ids import IdsDigest
+from .shard_files import set_aside
 
 ID_HEAD = b'{"id":"'
 READ_BACK_BYTES = 1 << 18
@@ -35,11 +36,15 @@ READ_BACK_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Source:
-    """One part of a merged file: a shard's file, what its statistics say of it, and input lines to weave in."""
+    """One part of a merged file: a shard's file, what its statistics say of it, and input lines to weave in.
+
+    `remade` is the file whose absence has the shard written again.
+    """
 
     path: Path
     shard: str
     part: dict[str, Any]
+    remade: Path
     extra: list[tuple[int, bytes]] = field(default_factory=list)
 
 
@@ -92,14 +97,17 @@ def _shard_stats(config: Config, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _accepted_sources(config: Config, stats: list[dict[str, Any]]) -> list[Source]:
-    return [Source(config.layout.completions(s["shard"]), s["shard"], s["completions"]) for s in stats]
+    completions = config.layout.completions
+    return [Source(completions(s["shard"]), s["shard"], s["completions"], completions(s["shard"])) for s in stats]
 
 
 def _reject_sources(config: Config, stats: list[dict[str, Any]], index: dict[str, Any]) -> list[Source]:
     """Rejected answers, and the unusable input lines among them."""
-    unusable = _unusable_by_shard(config, index)
+    unusable, layout = _unusable_by_shard(config, index), config.layout
+    names = [s["shard"] for s in stats]
     return [
-        Source(config.layout.rejects(s["shard"]), s["shard"], s["rejects"], unusable.get(s["shard"], [])) for s in stats
+        Source(layout.rejects(name), name, s["rejects"], layout.completions(name), unusable.get(name, []))
+        for name, s in zip(names, stats, strict=True)
     ]
 
 
@@ -125,11 +133,21 @@ def _unusable_by_shard(config: Config, index: dict[str, Any]) -> dict[str, list[
 
 
 def _read_part(source: Source) -> Block:
-    """Read a part and check that it is what its shard wrote.
+    """Read a part and check that it is what its shard wrote; if it is not, have it written again.
 
     Raises:
         UserError: if it is missing, damaged or changed.
     """
+    try:
+        return _checked(source)
+    except UserError as error:
+        if not source.remade.exists():
+            raise
+        hint = f"{source.remade.name} was set aside as {set_aside(source.remade)}; run the same command again, "
+        raise UserError(error.what, where=str(source.path), hint=hint + "which writes it from the journal") from None
+
+
+def _checked(source: Source) -> Block:
     seen, ids, records, chunks, rest = hashlib.sha256(), IdsDigest(), 0, [], b""
     try:
         for chunk in iter_zstd_chunks(source.path):
@@ -328,8 +346,11 @@ def _manifest(
 
 def _engine(config: Config) -> dict[str, Any]:
     """What served the model, as the servers said when they became ready."""
-    specs = (read_json_or_none(config.layout.server_info(name)) for name in config.server_names)
-    return {"kind": config.engine.kind, "servers": [spec for spec in specs if spec]}
+    layout = config.layout
+    paths = [layout.server_info(name) for name in config.server_names]
+    if config.pools.shards:
+        paths = sorted(layout.pools.glob("*/servers/*.info.json"))
+    return {"kind": config.engine.kind, "servers": [spec for spec in map(read_json_or_none, paths) if spec]}
 
 
 def _prove(manifest: dict[str, Any], index: dict[str, Any]) -> None:

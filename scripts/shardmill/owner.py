@@ -39,11 +39,13 @@ class Owner:
         identity: the process.
         run: name of the run.
         started_at: when it took the run, seconds since the epoch.
+        leaves_to_pools: whether it makes no shard itself, but has pools make them.
     """
 
     identity: Identity
     run: str
     started_at: float
+    leaves_to_pools: bool = False
 
     def __str__(self) -> str:
         since = datetime.fromtimestamp(self.started_at).astimezone().strftime("%Y-%m-%d %H:%M:%S %z")
@@ -62,8 +64,8 @@ class RunLock:
         threading.Thread(target=self._beat, name="run-lock-heartbeat", daemon=True).start()
 
     @classmethod
-    def acquire(cls, layout: Layout) -> RunLock:
-        """Take the ownership of a run for this process; a dead owner's is simply taken over.
+    def acquire(cls, layout: Layout, *, leaves_to_pools: bool = False) -> RunLock:
+        """Take the ownership of a run, or of a pool, for this process; a dead owner's is simply taken over.
 
         Raises:
             UserError: if another process that lives owns the run; names it.
@@ -74,6 +76,7 @@ class RunLock:
         try:
             _lock_or_refuse(descriptor, layout)
             record = {"identity": own_identity().to_json(), "run": layout.run, "started_at": time.time()}
+            record["leaves_to_pools"] = leaves_to_pools
             content = orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
             os.pwrite(descriptor, content, 0)
             os.ftruncate(descriptor, len(content))
@@ -131,7 +134,7 @@ def _lock_or_refuse(descriptor: int, layout: Layout) -> None:
 
 
 def _another(layout: Layout, holder: str, hint: str) -> UserError:
-    return UserError(f"another Shardmill run is live on {layout.root}: {holder}", hint=hint)
+    return UserError(f"another Shardmill run is live on {layout.home}: {holder}", hint=hint)
 
 
 def _try_lock(descriptor: int) -> bool:
@@ -153,7 +156,10 @@ def read_owner(layout: Layout) -> Owner | None:
         return None
     started_at = record.get("started_at")
     return Owner(
-        identity, str(record.get("run", "")), float(started_at) if isinstance(started_at, int | float) else 0.0
+        identity,
+        str(record.get("run", "")),
+        float(started_at) if isinstance(started_at, int | float) else 0.0,
+        record.get("leaves_to_pools") is True,
     )
 
 

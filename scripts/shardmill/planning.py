@@ -13,9 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from . import contract
+from . import contract, disk
 from .config import Config
 from .engine_env import clear_broken_environment, environment_record
+from .errors import UserError
 from .files import read_json_or_none
 from .layout import Layout
 from .lease import clear_stale
@@ -23,9 +24,10 @@ from .load_config import load_config
 from .model.download import manifest_problem
 from .model.staging import staged_file, staging_problem
 from .owner import owner_is_alive
+from .pool_plan import cut, holds, proof_problem
 from .prompts.shards import damaged_shards
 from .prompts.survey import Survey, cached_survey
-from .shard_files import is_answered, is_complete, locked_model_digest
+from .shard_files import is_answered, is_complete, locked_model_digest, set_cut_aside
 
 
 @dataclass
@@ -41,7 +43,26 @@ class Plan:
 
     @cached_property
     def shards(self) -> list[str]:
-        return self.survey.shard_names
+        """All shards; within a pool its own."""
+        only, names = self.config.pools.only, self.survey.shard_names
+        return [name for name in names if holds(only, name)] if only else names
+
+    @cached_property
+    def pools(self) -> dict[str, list[str]]:
+        """The pools, each with its shards, where this run leaves the shards to pools; else none."""
+        return {} if self.config.pools.only else cut(self.shards, self.config.pools.shards)
+
+    @cached_property
+    def open_pools(self) -> frozenset[str]:
+        """Pools that have something to make, or whose proof does not hold."""
+        layout = self.layout
+        return frozenset(
+            pool
+            for pool, shards in self.pools.items()
+            if not self.pending.isdisjoint(shards)
+            or not layout.pool_proof(pool).exists()
+            or proof_problem(layout, pool, shards)
+        )
 
     @cached_property
     def digests(self) -> dict[str, str]:
@@ -98,7 +119,23 @@ class Plan:
         """What there is to do, in one line."""
         config = self.config
         todo = f"{len(self.pending)} of {len(self.shards)} shards to make"
-        return f"run {config.run.name}: {self.survey.records} prompts, {todo}, {config.server_count} servers"
+        if self.pools:
+            todo += f" in {len(self.open_pools)} of {len(self.pools)} pools"
+        by = f"pool {config.pools.only}" if config.pools.only else f"{self.survey.records} prompts"
+        return f"run {config.run.name}: {by}, {todo}, {config.server_count} servers" + " each" * bool(self.pools)
+
+    def check_room(self) -> list[str]:
+        """Warnings about the disk.
+
+        Raises:
+            UserError: if it is full already, and there is something to make.
+        """
+        if not self.pending:
+            return []
+        if problem := disk.no_room(self.config):
+            raise problem
+        warning = disk.warning(self.config, len(self.pending) * self.config.shards.size)
+        return [f"warning: {warning}"] if warning else []
 
     @property
     def prompts_key(self) -> dict[str, Any]:
@@ -116,7 +153,22 @@ def make_plan(settings: dict[str, Any]) -> Plan:
     config = load_config(settings)
     contract.check(config)
     survey = cached_survey(config.prompts.path, config.shards.size, config.layout.prompt_index)
-    return Plan(config, survey)
+    plan = Plan(config, survey)
+    if config.pools.only:
+        _check_pool(plan, config.pools.only)
+    return plan
+
+
+def _check_pool(plan: Plan, pool: str) -> None:
+    """What a pool builds on was made before it, and is not made again by it: other pools use the same."""
+    index, where = read_json_or_none(plan.layout.prompt_index), f"pool {pool}"
+    if not index or index.get("digest") != plan.survey.digest:
+        hint = "run the whole workflow again: it cuts the prompts, then the pools"
+        raise UserError("the prompts are not the ones that were cut into shards", where=where, hint=hint)
+    if not plan.shards:
+        raise UserError(f"no such shards; there are {len(plan.survey.digests)}", where=where)
+    if not plan.layout.model_manifest.exists():
+        raise UserError("the model is not there yet", where=where, hint="run the whole workflow, which gets it first")
 
 
 def clear_lies(plan: Plan) -> list[str]:
@@ -128,21 +180,48 @@ def clear_lies(plan: Plan) -> list[str]:
     if owner_is_alive(layout):
         return []
     told = clear_stale(config) if any(layout.ready(name).exists() for name in config.server_names) else []
+    told += _clear_proofs(plan)
+    index = read_json_or_none(layout.prompt_index)
+    if not config.pools.only and index is None and layout.prompt_index.exists():
+        layout.prompt_index.unlink()
+        told.append("the prompts are cut anew: prompts/index.json was damaged")
     if not plan.pending:
         return told
-    told += clear_broken_environment(config)
-    if problem := manifest_problem(config):
+    told += _clear_cut_files(plan)
+    if not plan.pools:
+        told += clear_broken_environment(config)
+    if not config.pools.only and (problem := manifest_problem(config)):
         layout.model_manifest.unlink(missing_ok=True)
         told.append(f"the model is checked anew: {problem}")
-    staged = plan.staged_manifest
+    staged = None if plan.pools else plan.staged_manifest
     if staged and staged.exists() and (problem := staging_problem(config)):
         staged.unlink(missing_ok=True)
         told.append(f"the staged model is made anew: {problem}")
-    index = read_json_or_none(layout.prompt_index)
     # An index of another input is made again in any case.
-    if index and index.get("digest") == plan.survey.digest:
+    if not config.pools.only and index and index.get("digest") == plan.survey.digest:
         damaged = damaged_shards(layout, index, sorted(plan.pending))
         if damaged:
             layout.prompt_index.unlink(missing_ok=True)
             told.append(f"the prompt shards are made anew: {len(damaged)} of them are missing or damaged")
     return told
+
+
+def _clear_cut_files(plan: Plan) -> list[str]:
+    """Set aside completions that are not of the size that was written; of a run left to pools, each sees to its own."""
+    if plan.pools:
+        return []
+    set_aside = {shard: path for shard in sorted(plan.pending) if (path := set_cut_aside(plan.layout, shard))}
+    return [f"shard {shard} is written anew: its files were damaged ({path})" for shard, path in set_aside.items()]
+
+
+def _clear_proofs(plan: Plan) -> list[str]:
+    """Take back the proofs of pools that have work again; a pool without its proof is submitted."""
+    layout = plan.layout
+    taken = [pool for pool in plan.pools if pool in plan.open_pools and layout.pool_proof(pool).exists()]
+    if not taken:
+        return []
+    problem = proof_problem(layout, taken[0], plan.pools[taken[0]]) or "its prompts or settings changed"
+    for pool in taken:
+        layout.pool_proof(pool).unlink(missing_ok=True)
+    others = f" (and {len(taken) - 1} more pools)" if len(taken) > 1 else ""
+    return [f"pool {taken[0]} has work again: {problem}{others}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,12 @@ from .place import place
 
 # A supervisor writes its status about once a second; one this old has nobody behind it.
 STATUS_LIFETIME = 30.0
-# How long a server must have been idle, by its own word, until a request to it counts as lost.
-LOST_AFTER = 10.0
+# How long a server's own word must have been that it has no such request, until one counts as lost. Its figures may be
+# a few seconds old, and stand still while it reads a long prompt.
+LOST_AFTER = 20.0
+# A request that runs gets a token whenever its neighbours do. One that would have its last token so many times over
+# is not running: the margin is for the time it waited, and for neighbours that speculation makes faster.
+OVERDUE_TIMES = 2.0
 
 
 @dataclass
@@ -30,12 +35,19 @@ class ServerView:
     instance: int = 0
     changed_at: float = 0.0
     idle_since: float | None = None
+    missing_since: float | None = None  # since when it has shown fewer requests than were sent to it
+    pace: float = 0.0  # tokens that a request running since this job's start would have got
     cool_until: float = 0.0
     faults_in_a_row: int = 0
     _last: Any = None
+    _tokens: float | None = None
 
-    def update(self, status: dict[str, Any] | None, now: float) -> None:
-        """Take in the status file's content; a file that stays the same for long is no sign of life."""
+    def update(self, status: dict[str, Any] | None, now: float, outstanding: int = 0) -> None:
+        """Take in the status file's content; a file that stays the same for long is no sign of life.
+
+        Args:
+            outstanding: requests that all jobs of this machine have in flight there.
+        """
         if status is None:
             self.state, self._last = "absent", None
             return
@@ -49,11 +61,17 @@ class ServerView:
         self.message = status.get("message") or ""
         self.capacity = status.get("capacity")
         self.running, self.queued = status.get("running") or 0, status.get("queued") or 0
-        self.instance = status.get("instance") or 0
-        if self.state == "ready" and self.running + self.queued == 0:
-            self.idle_since = self.idle_since if self.idle_since is not None else now
-        else:
-            self.idle_since = None
+        if (instance := status.get("instance") or 0) != self.instance:
+            self.instance, self._tokens = instance, None
+        tokens = status.get("completion_tokens")
+        if self._tokens is not None and tokens is not None:
+            self.pace += max(0.0, tokens - self._tokens) / max(1, self.running)
+        self._tokens = tokens
+        # An engine that counts nothing always shows nothing running.
+        speaks = self.state == "ready" and tokens is not None
+        shown = self.running + self.queued
+        self.idle_since = _since(self.idle_since, speaks and shown == 0, now)
+        self.missing_since = _since(self.missing_since, speaks and shown < outstanding, now)
 
     def usable(self, now: float) -> bool:
         return self.state == "ready" and now >= self.cool_until
@@ -68,11 +86,25 @@ class ServerView:
         self.cool_until = now + min(30.0, 0.25 * 2 ** min(self.faults_in_a_row, 7))
         return was_well
 
-    def lost(self, sent_at: float, now: float) -> bool:
-        """Whether a request sent then can no longer be answered: the server has been idle ever since, for long."""
-        if self.idle_since is None or self.state != "ready":
-            return False
-        return now - max(self.idle_since, sent_at) > LOST_AFTER
+    def lost(self, sent_at: float, sent_pace: float, most_tokens: int, now: float) -> bool:
+        """Whether a request sent then can no longer be answered.
+
+        Either the server has been idle ever since, for long; or it shows fewer requests than it was sent, and this
+        one would have had its longest answer long ago.
+
+        Args:
+            sent_pace: `pace` when it was sent.
+            most_tokens: of its answer.
+        """
+        if self.idle_since is not None and now - max(self.idle_since, sent_at) > LOST_AFTER:
+            return True
+        overdue = self.pace - sent_pace > OVERDUE_TIMES * most_tokens
+        return overdue and self.missing_since is not None and now - self.missing_since > LOST_AFTER
+
+
+def _since(before: float | None, holds: bool, now: float) -> float | None:
+    """Since when a condition has held, given since when it held before."""
+    return (now if before is None else before) if holds else None
 
 
 class ServerPool:
@@ -90,20 +122,33 @@ class ServerPool:
         self.servers = [ServerView(place(config, name)) for name in config.server_names]
         self.refresh()
 
-    def refresh(self) -> None:
-        """Read the status files again."""
+    def refresh(self, outstanding: Callable[[int], int] = lambda position: 0) -> None:
+        """Read the status files again.
+
+        Args:
+            outstanding: requests in flight at the server of that position, from all jobs of this machine.
+        """
         now = time.monotonic()
-        for server in self.servers:
-            server.update(read_json_or_none(self._layout.server_status(server.place.name)), now)
+        for position, server in enumerate(self.servers):
+            status = read_json_or_none(self._layout.server_status(server.place.name))
+            is_whole = isinstance(status, dict) and "state" in status
+            server.update(status if is_whole else None, now, outstanding(position))
 
     def limits(self) -> list[int]:
         """For each server the most requests it should hold: what it runs, and a short queue behind; 0: not usable."""
         now = time.monotonic()
         return [self._limit(server) if server.usable(now) else 0 for server in self.servers]
 
+    def slots(self) -> list[int]:
+        """For each server the requests that it can run at once; 0: not usable."""
+        now = time.monotonic()
+        return [self._window(server) if server.usable(now) else 0 for server in self.servers]
+
+    def _window(self, server: ServerView) -> int:
+        return server.capacity or self._default_window
+
     def _limit(self, server: ServerView) -> int:
-        window = server.capacity or self._default_window
-        queue = self._config.dispatch.queue
+        window, queue = self._window(server), self._config.dispatch.queue
         return window + (max(2, window // 8) if queue is None else queue)
 
     @property

@@ -20,7 +20,7 @@ def finished_stats(layout: Layout) -> list[dict[str, Any]]:
 
 def open_progress(layout: Layout) -> list[dict[str, Any]]:
     """Progress of the shards being answered."""
-    folder = layout.root / "progress"
+    folder = layout.progress("x").parent
     found = (read_json_or_none(path) for path in folder.glob("*.json")) if folder.is_dir() else ()
     return [progress for progress in found if isinstance(progress, dict)]
 

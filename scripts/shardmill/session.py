@@ -11,8 +11,8 @@ from . import contract
 from .config import Config
 from .errors import UserError
 from .files import read_json_or_none, write_bytes
-from .layout import Layout
 from .owner import RunLock
+from .pool_plan import holds, live_pools
 
 _held: dict[str, RunLock] = {}
 _began_at = time.time()
@@ -24,12 +24,20 @@ def begin(config: Config) -> None:
     Raises:
         UserError: if another live run owns it.
     """
-    layout = config.layout
-    _held[str(layout.root)] = RunLock.acquire(layout)
+    layout, pools = config.layout, config.pools
+    leaves_to_pools = bool(pools.shards and not pools.only)
+    if not pools.shards and (live := live_pools(layout)):
+        raise UserError(
+            f"pools of this run are at work: {', '.join(str(pool.pool) for pool in live)}",
+            where=f"run {layout.run}",
+            hint="cancel their jobs or wait for them, or go on with the same `pools.shards`",
+        )
+    _held[str(layout.home)] = RunLock.acquire(layout, leaves_to_pools=leaves_to_pools)
     contract.check(config)
-    contract.lock(config)
+    if not pools.only:
+        contract.lock(config)
     _place_api_key(config)
-    _sweep(layout)
+    _sweep(config)
 
 
 def _place_api_key(config: Config) -> None:
@@ -48,13 +56,21 @@ def _place_api_key(config: Config) -> None:
         raise UserError(f"${name} is not set", where="engine.external.api_key_env", hint=f"export {name}=...")
 
 
-def _sweep(layout: Layout) -> None:
-    """Remove the half-written files that killed jobs left; nobody else writes here while this process owns the run."""
-    for folder in ("completions", "rejected", "stats", "progress", "dataset", "quality"):
-        for path in (layout.root / folder).glob(".*.tmp"):
+def _sweep(config: Config) -> None:
+    """Remove the half-written files that killed jobs left; nobody else writes them while this process owns them."""
+    layout, pools = config.layout, config.pools
+    own = [layout.progress("x").parent, layout.canary.parent]
+    for folder in own if pools.only else [*own, layout.dataset.parent]:
+        for path in folder.glob(".*.tmp"):
             path.unlink(missing_ok=True)
-    for path in (layout.root / "progress").glob("*.json"):
+    for path in layout.progress("x").parent.glob("*.json"):
         path.unlink(missing_ok=True)
+    for file in (layout.completions("x"), layout.rejects("x"), layout.stats("x")):
+        for path in file.parent.glob(".*.tmp"):
+            shard = path.name[1:].partition(".")[0]
+            # Of a run over several machines, each pool sees to its own: others may be writing theirs.
+            if not pools.shards or (pools.only and shard.isdigit() and holds(pools.only, shard)):
+                path.unlink(missing_ok=True)
 
 
 def end(config: Config) -> None:
@@ -62,7 +78,7 @@ def end(config: Config) -> None:
     layout = config.layout
     with contextlib.suppress(OSError):
         os.unlink(layout.ledger)
-    if lock := _held.pop(str(layout.root), None):
+    if lock := _held.pop(str(layout.home), None):
         lock.release()
 
 

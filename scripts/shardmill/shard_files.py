@@ -52,6 +52,7 @@ def write_shard(
     terms: Terms,
     sent: int,
     seconds: float,
+    hedged: int = 0,
 ) -> dict[str, Any]:
     """Write the shard's files in prompt order, statistics last; returns the statistics."""
     layout = config.layout
@@ -81,11 +82,12 @@ def write_shard(
         "retries": sum(max(0, len(c.attempts) - max(1, len(c.answers))) for c in conversations),
         "usage": dict(usage),
         "requests_sent": sent,
+        "requests_hedged": hedged,
         "journal_damaged_lines": journal.damaged_lines,
         "seconds": round(seconds, 3),
         "finished_at": round(time.time(), 3),
     }
-    write_json(layout.stats(shard), stats)
+    write_json(layout.stats(shard), stats, sealed=True)
     return stats
 
 
@@ -144,8 +146,37 @@ def is_complete(layout: Layout, shard: str, *, prompts_digest: str, answers: str
     Args:
         model_digest: the run's locked model; None if none is locked yet, then nothing is complete.
     """
-    files = (layout.completions(shard), layout.rejects(shard))
-    return all(path.exists() for path in files) and _made_of(layout, shard) == (prompts_digest, answers, model_digest)
+    stats = read_json_or_none(layout.stats(shard))
+    if _made_of(stats) != (prompts_digest, answers, model_digest):
+        return False
+    return _holds(layout.completions(shard), stats["completions"]) and _holds(layout.rejects(shard), stats["rejects"])
+
+
+def _holds(path: Path, part: dict[str, Any]) -> bool:
+    """Whether a file is there and of the size that its shard wrote; the merge looks at the content."""
+    try:
+        return path.stat().st_size == part["compressed_bytes"]
+    except OSError:
+        return False
+
+
+def set_cut_aside(layout: Layout, shard: str) -> Path | None:
+    """Set completions aside that are there but not of the size that was written; returns their new name, or None.
+
+    So that they are made again, from the journal, as if they had been removed.
+    """
+    stats, path = read_json_or_none(layout.stats(shard)), layout.completions(shard)
+    if not stats or not path.exists() or not layout.rejects(shard).exists():
+        return None
+    whole = _holds(path, stats["completions"]) and _holds(layout.rejects(shard), stats["rejects"])
+    return None if whole else set_aside(path)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged file, so that it is made again while whatever it still holds is there to be looked at."""
+    target = path.with_name(f"{path.name}.damaged")
+    path.replace(target)
+    return target
 
 
 def is_answered(layout: Layout, shard: str, *, prompts_digest: str, answers: str, model_digest: str | None) -> bool:
@@ -153,11 +184,11 @@ def is_answered(layout: Layout, shard: str, *, prompts_digest: str, answers: str
 
     Then its files can be made again with no server.
     """
-    return layout.journal(shard).exists() and _made_of(layout, shard) == (prompts_digest, answers, model_digest)
-
-
-def _made_of(layout: Layout, shard: str) -> tuple[Any, ...] | None:
     stats = read_json_or_none(layout.stats(shard))
+    return layout.journal(shard).exists() and _made_of(stats) == (prompts_digest, answers, model_digest)
+
+
+def _made_of(stats: Any) -> tuple[Any, ...] | None:
     if not isinstance(stats, dict):
         return None
     return stats.get("prompts_digest"), stats.get("answers_fingerprint"), stats.get("model_digest")

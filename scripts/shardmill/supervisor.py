@@ -35,6 +35,7 @@ from .errors import UserError
 from .files import read_json, write_bytes
 from .launch import ANY_HOST, OTHER_PORTS_KEY, port_in_use
 from .lease import read_ready, write_ready
+from .monitor.samples import Sampler
 from .model.staging import use_lock
 from .place import place, prepare
 from .process import Identity, own_identity, port_is_free, port_owners, wait_until
@@ -88,6 +89,7 @@ class Supervisor:
         self._boot: BootCheck | None = None
         self._published = False
         self._told_to_stop = threading.Event()
+        self._sampler = Sampler(self.config, self.name, self._place.gpus)
         self._recent_restarts = 0
         self._watch = Watch(self._servers.stall_after)
         self._status_failed = False
@@ -392,6 +394,7 @@ class Supervisor:
             self._status_failed = True
         else:
             self._status_failed = False
+        self._sampler.note(self.status)
 
     def _write_status_now_and_then(self) -> Callable[[], None]:
         """For waits that poll quickly."""

@@ -46,9 +46,9 @@ def key_of(messages: list[dict[str, object]], seed: int) -> tuple[str, int]:
 
 
 @contextlib.contextmanager
-def open_door(target: str) -> Iterator[Door]:
-    """Put a door before the server at `target`."""
-    door = Door(target)
+def open_door(target: str, beside: Door | None = None) -> Iterator[Door]:
+    """Put a door before the server at `target`; a second one `beside` the first shares its records."""
+    door = Door(target, asked=beside.asked if beside else [])
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

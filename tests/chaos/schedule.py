@@ -151,11 +151,11 @@ def make(seed: int) -> Schedule:
     rng = random.Random(seed)
     external = rng.random() < 0.2
     prompts = rng.randrange(20, 61)
-    rounds = tuple(_round(rng, prompts, external) for _ in range(rng.choice((1, 1, 2, 2, 3))))
+    rounds = tuple(_round(rng, prompts, external) for _ in range(rng.choice((1, 1, 1, 2, 2, 3))))
     return Schedule(
         seed=seed,
         prompts=prompts,
-        shard_size=rng.choice((5, 8, 12, 20)),
+        shard_size=rng.choice((7, 12, 20, 20)),
         cores=rng.choice((1, 3, 7, 7)),
         external=external,
         canary=rng.random() < 0.6,

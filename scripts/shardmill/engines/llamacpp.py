@@ -39,7 +39,7 @@ class LlamaCpp(OpenAI):
 
     def launch(self, config: Config, place: ServerPlace, model: Path) -> Launch:
         if importlib.util.find_spec("xllamacpp") is None:
-            raise UserError("the package xllamacpp is not installed", where="engine.kind", hint="run `make setup`")
+            raise UserError("the package xllamacpp is not installed", where="engine.kind", hint="run `make env`")
         settings = config.engine.llamacpp
         template = config.model.chat_template
         values = {

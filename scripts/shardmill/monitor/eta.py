@@ -26,7 +26,9 @@ class Eta:
     pace: float  # prompts per second
 
 
-def estimate(jobs: JobHistory, *, left: int, since: float, now: float, shard_means: Sequence[float] = ()) -> Eta | None:
+def estimate(
+    jobs: JobHistory, *, left: int, shards_left: int, since: float, now: float, shard_means: Sequence[float] = ()
+) -> Eta | None:
     """Forecast from the pace of the last hours; None while there is too little to go by.
 
     The spread has three parts: the pace varies from block to block; the prompts to come may have longer or shorter
@@ -35,6 +37,7 @@ def estimate(jobs: JobHistory, *, left: int, since: float, now: float, shard_mea
 
     Args:
         left: prompts without an outcome.
+        shards_left: shards that they lie in.
         since: when this session began; pauses before do not count.
         shard_means: mean tokens per answer of each finished shard.
     """
@@ -51,7 +54,7 @@ def estimate(jobs: JobHistory, *, left: int, since: float, now: float, shard_mea
         return None
     pace = settled / (len(counts) * MINUTE)
     seconds = left / pace
-    drift = _relative_spread(shard_means) * math.sqrt(1 / max(len(shard_means), 1) + 1 / max(left, 1))
+    drift = _relative_spread(shard_means) * math.sqrt(1 / max(len(shard_means), 1) + 1 / max(shards_left, 1))
     error = math.hypot(_pace_error(counts), drift, 1 / math.sqrt(settled))
     longest = quantile(jobs.latencies, 0.99)
     if len(counts) * MINUTE < 3 * longest:

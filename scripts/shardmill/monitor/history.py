@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..layout import Layout
-from .samples import ServerSample, iter_values, read_segment, segments
+from .samples import ServerSample, iter_values, read_segment
 
 MINUTE = 60.0
 GAP_SECONDS = 180.0  # between two samples of a server: nobody was there in the meantime

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -51,8 +52,11 @@ class JobLog:
         self._requests = self._retries = 0
 
     def note_request(self, server: str, entry: dict[str, Any] | None) -> None:
-        """A request has ended at a server: with a journal entry, or None if its prompt is to be sent again."""
-        with self._lock:
+        """A request has ended at a server: with a journal entry, or None if its prompt is to be sent again.
+
+        Never raises: an answer that cannot be counted is still an answer.
+        """
+        with self._lock, contextlib.suppress(KeyError, TypeError, ValueError):
             row = self._servers[server]
             if entry is None:
                 row[3] += 1

@@ -23,6 +23,7 @@ class _Pace:
 
     deficit: float = 0.0
     began: int = 0
+    count: int = 0
     ratios: deque[tuple[int, float]] = field(default_factory=deque)
     since: int | None = None  # while it counts as slow
 
@@ -31,6 +32,7 @@ class _Pace:
             self.began = minute
         self.deficit = max(0.0, self.deficit + line - ratio)
         self.ratios.append((minute, ratio))
+        self.count += 1
 
     def mean(self, minutes: int) -> float:
         """Mean ratio of the last `minutes` minutes that could be judged."""
@@ -39,24 +41,38 @@ class _Pace:
 
 
 class _Noise:
-    """How much the ratios vary from minute to minute: robustly, by the median of their changes, at two distances so
-    that slow wandering counts too."""
+    """How much the ratios vary, as the standard deviation that single minutes would have if they were independent.
+
+    Robustly, by the median of changes (1.0484 is 1.4826 / sqrt(2), for normal variables): from minute to minute, and
+    between means of six minutes that are not neighbours, which show the slow wandering of a server's batch that would
+    be taken for white noise otherwise.
+    """
 
     _FLOOR = 0.05
-    _SIGMA = 1.0484  # of the median absolute change of a normal variable: 1.4826 / sqrt(2)
+    _SIGMA = 1.0484
+    _BLOCK = 6
 
     def __init__(self) -> None:
-        self._changes = {lag: deque[float](maxlen=240) for lag in (1, 3)}
+        self._changes: deque[float] = deque(maxlen=240)
+        self._block_changes: deque[float] = deque(maxlen=120)
 
-    def add(self, ratios: deque[tuple[int, float]]) -> None:
-        for lag, changes in self._changes.items():
-            if len(ratios) > lag:
-                changes.append(abs(ratios[-1][1] - ratios[-1 - lag][1]))
+    def add(self, pace: _Pace) -> None:
+        ratios = pace.ratios
+        if len(ratios) > 1:
+            self._changes.append(abs(ratios[-1][1] - ratios[-2][1]))
+        size = self._BLOCK
+        if len(ratios) >= 3 * size and pace.count % size == 0:
+            last = [ratio for _, ratio in list(ratios)[-3 * size :]]
+            self._block_changes.append(abs(sum(last[-size:]) - sum(last[:size])) / size)
 
     @property
     def sigma(self) -> float:
-        seen = [statistics.median(changes) for changes in self._changes.values() if len(changes) >= 5]
-        return max(self._FLOOR, *(self._SIGMA * value for value in seen)) if seen else 2 * self._FLOOR
+        found = [self._FLOOR] if len(self._changes) >= 5 else [2 * self._FLOOR]
+        if len(self._changes) >= 5:
+            found.append(self._SIGMA * statistics.median(self._changes))
+        if len(self._block_changes) >= 7:
+            found.append(self._SIGMA * statistics.median(self._block_changes) * self._BLOCK**0.5)
+        return max(found)
 
 
 def slow_servers(history: History, config: Config) -> Iterator[Alarm]:
@@ -74,7 +90,7 @@ def slow_servers(history: History, config: Config) -> Iterator[Alarm]:
                 continue
             pace = paces[name]
             pace.step(number, rate / median, line)
-            noise.add(pace.ratios)
+            noise.add(pace)
             if len(pace.ratios) < rules.slow_minutes:
                 continue
             mean = pace.mean(rules.slow_minutes)
@@ -167,7 +183,7 @@ def _gpu_beside(history: History, name: str, first: int, end: int) -> str:
 
 
 def idle_servers(history: History, config: Config) -> Iterator[Alarm]:
-    """Servers that are ready and run less than half of what they could, for `slow_minutes`, while their peers are full."""
+    """Ready servers that run less than half of what they could for `slow_minutes`, while their peers are full."""
     needed = config.monitor.alarms.slow_minutes
     first, end = history.span
     for name, server in history.servers.items():

@@ -234,7 +234,7 @@ class _Split:
                 "ids_digest": self.ids.hexdigest(),
                 "shards": shards,
             }
-            write_json(index_path, index)
+            write_json(index_path, index, sealed=True)
         self._report(usable, len(shards), removed)
         return index
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import orjson
 from .. import __version__
 from ..config import Config
 from ..errors import UserError
-from ..files import iter_lines, iter_zstd_chunks, read_json, sha256_file, write_bytes, write_json, zstd_writer
+from ..files import iter_zstd_lines, read_json, sha256_file, write_bytes, write_json, zstd_writer
 from ..logs import get_logger
 from ..model.download import read_manifest
 from .card import dataset_card
@@ -123,12 +122,14 @@ def load_template(config: Config) -> Template:
 
 
 def _read_all(path: Path, manifest: dict[str, Any], report: Report, adds: list[Add]) -> None:
-    """Give every completion to each of `adds`, and prove that the dataset is the manifest's."""
-    content = hashlib.sha256()
+    """Give every completion to each of `adds`."""
+    hint = "remove it and run again"
+    if not path.exists():
+        raise UserError("is missing", where=str(path), hint="run the same command again")
+    if sha256_file(path) != manifest["dataset"]["sha256"]:
+        raise UserError("is not what its manifest says (hash differs)", where=str(path), hint=hint)
     said = time.monotonic()
-    for line in _lines(path):
-        content.update(line)
-        content.update(b"\n")
+    for line in iter_zstd_lines(path):
         record = orjson.loads(line)
         for add in adds:
             add(record)
@@ -138,15 +139,9 @@ def _read_all(path: Path, manifest: dict[str, Any], report: Report, adds: list[A
         if time.monotonic() - said > PROGRESS_SECONDS:
             said = time.monotonic()
             log.info("training view: %s of %s completions", f"{report.read:,}", f"{report.completions:,}")
-    if content.hexdigest() != manifest["dataset"]["content_sha256"]:
-        raise UserError("is not what its manifest says (hash differs)", where=str(path), hint="remove it and run again")
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    try:
-        yield from iter_lines(iter_zstd_chunks(path))
-    except FileNotFoundError:
-        raise UserError("is missing", where=str(path), hint="run the same command again") from None
+    if report.read != report.completions:
+        problem = f"holds {report.read} completions, but its manifest says {report.completions}"
+        raise UserError(problem, where=str(path), hint=hint)
 
 
 def _count(config: Config, record: dict[str, Any], report: Report) -> None:
