@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help env dev run test lint lock docs clean
+.PHONY: help env dev run test bench lint lock docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST) | column -s: -t
@@ -25,6 +25,14 @@ run: env ## make the demo dataset: a real model, real answers
 
 test: dev ## all tests
 	@$(BIN)/python -m pytest -q
+
+bench: dev ## how full the servers are, and what a shard job costs (minutes; see docs/benchmarks.md)
+	@PYTHONPATH=scripts:. $(BIN)/python -m benchmarks.client_cost
+	@PYTHONPATH=scripts:. $(BIN)/python -m benchmarks.dispatch
+
+test-sglang: dev ## the tests on the real SGLang on CPU; its first run builds that (3 GB)
+	@$(BIN)/python tests/sglang/build_env.py
+	@$(BIN)/python -m pytest -q -m sglang tests/sglang
 
 lint: dev ## what CI checks beside the tests
 	$(BIN)/ruff check .

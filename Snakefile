@@ -1,13 +1,13 @@
 # Shardmill: a prompts file in, a verified and compressed dataset of LLM completions out.
 # This file is the table of contents; README.md says how to run it, docs/architecture.md how it is built.
+from snakemake.common.configfile import load_configfile
 from snakemake.utils import min_version
 
 min_version("9.27")
 
 # A --configfile that names its own model stands alone; anything less is laid over the default configuration.
-if not workflow.config_settings.configfiles or "source" not in (
-    config.get("model") or {}
-):
+files = map(load_configfile, workflow.config_settings.configfiles)
+if not any("source" in (file.get("model") or {}) for file in files):
 
     configfile: "config.yaml"
 
@@ -21,6 +21,7 @@ include: "rules/completions.smk"
 include: "rules/pools.smk"
 include: "rules/dataset.smk"
 include: "rules/training.smk"
+include: "rules/planning.smk"
 include: "rules/run.smk"
 
 

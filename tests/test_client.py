@@ -418,8 +418,7 @@ def test_an_abort_ends_a_call_over_tls(tmp_path: Path, pool: ThreadPoolExecutor)
     )  # fmt: skip
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
-    server, client = Server(context), Client(connections=4)
-    client._session.verify = str(certificate)
+    server, client = Server(context), Client(connections=4, certificate=str(certificate))
     assert post(client, f"{server.url}/echo")[0] == 200
     for path in ("wait", "half"):
         call = Call()

@@ -134,9 +134,11 @@ class Client:
 
     Args:
         connections: connections kept open per server.
+        certificate: file with the certificates to trust, in place of the well-known authorities.
     """
 
-    def __init__(self, connections: int) -> None:
+    def __init__(self, connections: int, *, certificate: str | None = None) -> None:
+        self._verify = certificate or True
         self._adapter = _Adapter(pool_connections=64, pool_maxsize=connections, max_retries=0)
 
     def post(self, url: str, body: bytes, *, api_key: str | None, call: Call) -> tuple[int, bytes]:
@@ -154,7 +156,7 @@ class Client:
         request.headers = CaseInsensitiveDict(headers)
         _current.call = call
         try:
-            response = self._adapter.send(request, timeout=(CONNECT_TIMEOUT, None))
+            response = self._adapter.send(request, timeout=(CONNECT_TIMEOUT, None), verify=self._verify)
             return response.status_code, response.content
         finally:
             _current.call = None

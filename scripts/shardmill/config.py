@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, model_validator
 
+from .config_economics import Economics
 from .config_monitor import Monitor
 from .config_pools import Pools
 from .config_section import Section
@@ -326,6 +327,7 @@ class Config(Section):
     quality: Quality = Field(default_factory=Quality)
     output: Output = Field(default_factory=Output)
     monitor: Monitor = Field(default_factory=Monitor)
+    economics: Economics = Field(default_factory=Economics)
     pools: Pools = Field(default_factory=Pools)
 
     @property

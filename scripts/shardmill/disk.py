@@ -40,7 +40,7 @@ def no_room(config: Config) -> UserError | None:
 
 
 def room_needed(config: Config, pending: int) -> tuple[float, float]:
-    """(bytes that answers to so many prompts will take, bytes that are free); from the run's own answers, where there are any.
+    """(bytes that answers to so many prompts will take, bytes that are free), by the run's own answers if it has any.
 
     Before the first answer every one counts as if it took all of `sampling.max_tokens`: an upper bound.
     """

@@ -159,6 +159,11 @@ class Layout:
         """The job that a pool was last worked on by, and what it left."""
         return self.home / "job.json"
 
+    @property
+    def calibration(self) -> Path:
+        """What `snakemake calibrate` measured."""
+        return self.root / "calibration.json"
+
     # Shards
     @property
     def journal_cut(self) -> Path:

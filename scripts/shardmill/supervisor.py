@@ -294,12 +294,14 @@ class Supervisor:
     def _judge_external(self) -> None:
         """An external server is never restarted; while it is away it is only not used."""
         was_ready = self.status.state == "ready"
-        away = self._watch.away()
+        away, is_new = self._watch.away(), self._watch.is_new_engine()
         if away and was_ready:
             log.warning("server %s: %s", self.name, away)
         if not away and not was_ready:
-            self.status.instance += 1
             log.info("server %s: answers again", self.name)
+        if is_new:
+            # What was in flight is lost. One that was only slow to answer still works on it.
+            self.status.instance += 1
         self.status.state, self.status.message = ("restarting", away) if away else ("ready", "")
 
     # The end of an engine, and of the server

@@ -60,6 +60,8 @@ class Watch:
         self._moved_at = time.monotonic()
         self._silent_since: float | None = None
         self._refused_since: float | None = None
+        self._tokens: float | None = None
+        self._was_refused = self._is_new = False
 
     def note(self, load: Load | None, place: ServerPlace, outstanding: int) -> bool:
         """Take in a look at the engine; says whether it made progress, or has nothing to do.
@@ -73,9 +75,13 @@ class Watch:
             self._silent_since = now if self._silent_since is None else self._silent_since
             refused = _refuses(place)
             self._refused_since = (self._refused_since or now) if refused else None
+            self._was_refused |= refused
             self._busy = "it does not answer"
             return False
         self._silent_since = self._refused_since = None
+        fell = None not in (load.completion_tokens, self._tokens) and load.completion_tokens < self._tokens
+        self._is_new |= self._was_refused or fell
+        self._tokens, self._was_refused = load.completion_tokens, False
         figures = (load.running, load.queued, load.prompt_tokens, load.completion_tokens, sorted(load.details.items()))
         working = load.running + load.queued
         moved = figures != self._figures or (working == 0 and outstanding == 0)
@@ -101,6 +107,11 @@ class Watch:
         if self._silent_since is not None and time.monotonic() - self._silent_since > EXTERNAL_SECONDS:
             return f"it has not answered for {EXTERNAL_SECONDS:.0f} s"
         return ""
+
+    def is_new_engine(self) -> bool:
+        """Whether another engine answers than before: its port was closed in between, or its counts began anew."""
+        found, self._is_new = self._is_new, False
+        return found
 
 
 def _refuses(place: ServerPlace) -> bool:

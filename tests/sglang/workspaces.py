@@ -30,7 +30,7 @@ def _settings(sglang: dict[str, Any], model: Path) -> dict[str, Any]:
                 **sglang,
             },
         },
-        "servers": {"count": SERVERS, "start_timeout": 240, "stop_timeout": 5, "linger": 5},
+        "servers": {"count": SERVERS, "start_timeout": 600, "stop_timeout": 5, "linger": 5},
         "quality": {"actions": {"looping": "accept", "too_short": "accept"}, "min_supervised_tokens": 1},
     }
 

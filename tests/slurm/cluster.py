@@ -12,6 +12,7 @@ import contextlib
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -100,7 +101,11 @@ class Cluster:
             f"CoresPerSocket={CPUS} Sockets=1 ThreadsPerCore=1 RealMemory=4000 Gres=gpu:{count} State=UNKNOWN"
             for number, (name, count) in enumerate(self.gpus.items(), start=1)
         )
-        gres = "".join(f"NodeName={name} Name=gpu Count={count}\n" for name, count in self.gpus.items())
+        for number in range(max(gpus)):
+            # Slurm wants device files; /dev/null is one.
+            os.mknod(folder / "etc" / f"nvidia{number}", 0o666 | stat.S_IFCHR, os.stat(os.devnull).st_rdev)
+        devices = ((name, f"{folder}/etc/nvidia[0-{count - 1}]") for name, count in self.gpus.items())
+        gres = "".join(f"NodeName={name} Name=gpu File={files}\n" for name, files in devices)
         (folder / "etc" / "gres.conf").write_text(gres)
         names = ",".join(self.gpus)
         text = CONFIG.format(controller=CONTROLLER, port=port, folder=folder, nodes=nodes, names=names)

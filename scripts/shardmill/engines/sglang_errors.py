@@ -8,6 +8,7 @@ from .base import Fault
 
 _TOO_LONG = re.compile(
     r"is longer than the model's context length|exceeds the model's maximum context length|"
+    r"max_(completion_)?tokens is too large|"
     r"(input|prompt).{0,80}(too long|exceeds the maximum|longer than)",
     re.IGNORECASE | re.DOTALL,
 )

@@ -12,8 +12,8 @@ from ..errors import UserError
 from ..files import read_json_or_none
 from ..layout import Layout
 from ..load_config import load_config
-from ..owner import owner_is_alive
 from ..overrides import merge
+from ..owner import owner_is_alive
 
 HINT = "name a run with --run, or its configuration with --configfile"
 

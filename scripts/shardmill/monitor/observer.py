@@ -41,7 +41,8 @@ class Observer:
         if since is None:
             since = _newest_sample(self.layout.samples) - WINDOW_SECONDS
         self.history = History(self.layout, since=since, keep=keep, stall=config.monitor.alarms.stall_seconds)
-        self._progress = ProgressReader(self.layout)
+        self._reader = ProgressReader(self.layout)
+        self.progress = Progress()
         self._alarms: list[Alarm] = []
         self._alarms_due = 0.0
 
@@ -49,7 +50,7 @@ class Observer:
         """The run as it stands. Rates are per second, times seconds since the epoch, sizes bytes."""
         now = time.time() if now is None else now
         self.history.refresh()
-        progress = self._progress.read()
+        progress = self.progress = self._reader.read()
         owner = read_owner(self.layout)
         is_live = owner_is_alive(self.layout)
         statuses = {name: read_status(self.layout, name) for name in self._names()}
@@ -72,7 +73,7 @@ class Observer:
             },
             "shards": {"total": progress.shards, "done": progress.shards_done, "open": progress.shards_open},
             "eta": _eta_json(eta, now),
-            "rates": self._rates(statuses, now),
+            "rates": self._rates(statuses, owner.started_at if owner else 0.0, now),
             "check": self._check(now),
             "servers": [self._server(name, statuses[name], now) for name in statuses],
             "verdicts": dict(self.history.jobs.verdicts or progress.verdicts),
@@ -80,6 +81,15 @@ class Observer:
             "events": [vars(event) for event in self.history.events()[-EVENTS:]],
             "room": room,
         }
+
+    def finished(self) -> dict[str, dict[str, Any]]:
+        """Statistics of the finished shards, by shard."""
+        return self._reader.stats()
+
+    @property
+    def prompt_index(self) -> dict[str, Any]:
+        """The prompt index; empty before the prompts are cut."""
+        return self._reader.index()
 
     def forecast(self, snapshot: dict[str, Any]) -> dict[str, Any]:
         """A snapshot's part that is kept for later (`layout.forecasts`)."""
@@ -122,9 +132,10 @@ class Observer:
             shard_means=progress.shard_means,
         )
 
-    def _rates(self, statuses: dict[str, ServerStatus | None], now: float) -> dict[str, Any]:
+    def _rates(self, statuses: dict[str, ServerStatus | None], since: float, now: float) -> dict[str, Any]:
         end = now // MINUTE * MINUTE
-        jobs, span = self.history.jobs.sums(end - PACE_SECONDS, end), PACE_SECONDS
+        begin = max(end - PACE_SECONDS, min(self._first_job(since), end - MINUTE))
+        jobs, span = self.history.jobs.sums(begin, end), end - begin
         is_known = bool(jobs.requests)
         servers = [self.history.servers[name] for name in statuses if name in self.history.servers]
         return {
@@ -139,9 +150,14 @@ class Observer:
         }
 
     def _check(self, now: float) -> dict[str, Any] | None:
-        """The two levels against each other: answers that jobs received, and the servers' own counters."""
+        """The two levels against each other: answers that jobs received, and the servers' own counters.
+
+        The first minutes are left out: servers count tokens as they come, jobs when an answer is whole.
+        """
         end = now // MINUTE * MINUTE
-        since = end - CHECK_SECONDS
+        since = max(end - CHECK_SECONDS, self._first_job(end - CHECK_SECONDS) + 2 * MINUTE)
+        if end - since < 3 * MINUTE:
+            return None
         jobs = self.history.jobs.sums(since, end)
         counted = [
             minute
@@ -153,13 +169,18 @@ class Observer:
         if not jobs.answers or not tokens:
             return None
         return {
-            "seconds": CHECK_SECONDS,
-            "requests": jobs.answers / CHECK_SECONDS,
+            "seconds": end - since,
+            "requests": jobs.answers / (end - since),
             "tokens_per_request": jobs.tokens / jobs.answers,
-            "jobs_tokens": jobs.tokens / CHECK_SECONDS,
-            "servers_tokens": tokens / CHECK_SECONDS,
+            "jobs_tokens": jobs.tokens / (end - since),
+            "servers_tokens": tokens / (end - since),
             "ratio": jobs.tokens / tokens,
         }
+
+    def _first_job(self, since: float) -> float:
+        """Beginning of the first whole minute from `since` on in which a job said something; infinite if none did."""
+        found = [number * MINUTE for number in self.history.jobs.minutes if number * MINUTE >= since]
+        return min(found, default=float("inf"))
 
     def _server(self, name: str, status: ServerStatus | None, now: float) -> dict[str, Any]:
         history = self.history.servers.get(name)

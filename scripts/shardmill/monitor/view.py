@@ -54,10 +54,14 @@ def _head(snapshot: dict[str, Any], width: int) -> list[RenderableType]:
     title.append(f"   {clock(snapshot['at'])}", style="dim")
     total = prompts["total"]
     share = prompts["done"] / total if total else 0.0
-    line = Text(f"{prompts['done']:,} of {total:,} prompts ({share:.1%}), {shards['done']:,} of {shards['total']:,} shards")
+    line = Text(
+        f"{prompts['done']:,} of {total:,} prompts ({share:.1%}), {shards['done']:,} of {shards['total']:,} shards"
+    )
     line.append(f", {shards['open']} open" if shards["open"] else "")
     line.append(f"\n{eta_text(snapshot)}")
-    return [title, ProgressBar(total=max(total, 1), completed=prompts["done"], width=max(20, width - 4)), line]
+    bar = Table.grid()
+    bar.add_row(ProgressBar(total=max(total, 1), completed=prompts["done"], width=max(20, min(width, 120) - 4)))
+    return [title, bar, line]
 
 
 def eta_text(snapshot: dict[str, Any]) -> str:
@@ -179,7 +183,13 @@ def first_line(text: str) -> str:
 
 def size(count: float) -> str:
     """Bytes as a person would say them."""
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.0f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB"
+    return (
+        f"{count / 1e9:,.1f} GB"
+        if count >= 1e9
+        else f"{count / 1e6:,.0f} MB"
+        if count >= 1e6
+        else f"{count / 1e3:.0f} kB"
+    )
 
 
 def clock(at: float) -> str:

@@ -1,7 +1,9 @@
-"""Time and memory of the training view on synthetic completions: python -m tests.bench_training --completions 100000
+"""Time and memory of the training view on synthetic completions:
 
-The answers are lines of Python's standard library (code and prose) in random order; the
-tokenizer is a byte-level BPE of 32,000 tokens trained on the same files. Prints one line of JSON.
+    python benchmarks/training.py --completions 10000 --folder /tmp/bench
+
+The answers are lines of Python's standard library (code and prose) in random order; the tokenizer is a byte-level BPE of
+32,000 tokens trained on the same files. The dataset is made once per folder. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -20,6 +22,10 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "scripts"))
 
 from tests.test_training import QWEN, SPECIAL, View, message, qwen_words
 
@@ -64,9 +70,7 @@ def main() -> None:
             os._exit(0)
         os.waitpid(child, 0)
     shutil.rmtree(arguments.folder / "results" / "t" / "dataset" / "training", ignore_errors=True)
-    view = View.__new__(View)
-    known = json.loads((arguments.folder / "settings.json").read_text())
-    vars(view).update(known | {"folder": Path(known["folder"]), "model": Path(known["model"])})
+    view = View(arguments.folder, arguments.folder / "model", None)
     started, cpu = time.monotonic(), time.process_time()
     report = view.make(formats=arguments.formats.split(","))
     line = {
@@ -89,9 +93,7 @@ def _make_dataset(folder: Path, count: int, size: int, *, with_ids: bool) -> Non
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     rng = random.Random(1)
     chosen = tokenizer if with_ids else None
-    view = View(folder, model, (_record(number, lines, rng, size, chosen) for number in range(count)))
-    settings = {"folder": str(view.folder), "settings": view.settings, "model": str(model)}
-    (folder / "settings.json").write_text(json.dumps(settings))
+    View(folder, model, (_record(number, lines, rng, size, chosen) for number in range(count)))
 
 
 def _record(

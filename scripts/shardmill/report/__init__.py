@@ -1,0 +1,1 @@
+"""The report: a run in one self-contained page."""
