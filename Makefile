@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help env dev run test bench lint lock docs clean
+.PHONY: help env dev run monitor report test bench lint lock docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST) | column -s: -t
@@ -22,6 +22,12 @@ $(VENV)/.dev: envs/requirements-dev.lock $(VENV)/.env
 
 run: env ## make the demo dataset: a real model, real answers
 	@$(BIN)/snakemake --cores 7
+
+monitor: env ## see the run of config.yaml while it goes on
+	@$(BIN)/python scripts/monitor.py
+
+report: env ## its report, finished or not
+	@$(BIN)/python scripts/report.py
 
 test: dev ## all tests
 	@$(BIN)/python -m pytest -q

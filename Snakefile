@@ -22,10 +22,11 @@ include: "rules/pools.smk"
 include: "rules/dataset.smk"
 include: "rules/training.smk"
 include: "rules/planning.smk"
+include: "rules/report.smk"
 include: "rules/run.smk"
 
 
 rule all:
-    default_target: True
+    default_target: not is_module
     input:
         get_results,

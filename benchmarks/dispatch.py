@@ -81,22 +81,24 @@ def measure(speeds: Sequence[float], shards: int, speedup: float, wanted: set[st
     for name in ("ideal", "shardmill", "pinned"):
         if name not in wanted and name != "ideal":
             continue
-        with tempfile.TemporaryDirectory(prefix="shardmill-bench-") as folder:
-            with stand_ins(Path(folder), speeds, scale=1 / speedup) as servers:
-                urls = [server.url for server in servers]
-                if name == "ideal":
-                    with Meter(servers) as meter:
-                        clients.closed_loop(urls, seconds=IDEAL_SECONDS)
-                    ideal = clients.loop_rate(meter.samples)
-                    found[name] = {"tokens_per_second": ideal / speedup}
-                    continue
-                requests = shards * SHARD
-                if name == "shardmill":
-                    outcome = shardmill(Path(folder), servers, shards)
-                else:
-                    with Meter(servers) as meter:
-                        cpu = clients.pinned(urls, requests, window=48)
-                    outcome = Outcome(meter.samples, requests, cpu)
+        with (
+            tempfile.TemporaryDirectory(prefix="shardmill-bench-") as folder,
+            stand_ins(Path(folder), speeds, scale=1 / speedup) as servers,
+        ):
+            urls, requests = [server.url for server in servers], shards * SHARD
+            if name == "ideal":
+                with Meter(servers) as meter:
+                    clients.closed_loop(urls, seconds=IDEAL_SECONDS)
+                ideal = clients.loop_rate(meter.samples)
+                found[name] = {"tokens_per_second": ideal / speedup}
+                print(f"  ideal      {ideal / speedup:,.0f} tokens/s in server time", flush=True)
+                continue
+            if name == "shardmill":
+                outcome = shardmill(Path(folder), servers, shards)
+            else:
+                with Meter(servers) as meter:
+                    cpu = clients.pinned(urls, requests, window=48)
+                outcome = Outcome(meter.samples, requests, cpu)
         steady, whole = rates(outcome, requests)
         found[name] = {
             "steady": steady / ideal,

@@ -135,13 +135,15 @@ def write_prompts(path: Path, count: int, *, words: int = 40, turns: int = 1) ->
             out.write(orjson.dumps(record) + b"\n")
 
 
-def settings_for(folder: Path, urls: Sequence[str], *, flavor: str = "sglang", **sections: Any) -> dict[str, Any]:
+def settings_for(
+    folder: Path, urls: Sequence[str], *, flavor: str = "sglang", window: int = 16, **sections: Any
+) -> dict[str, Any]:
     """A configuration for servers that are there. Further sections are laid over it."""
     made: dict[str, Any] = {
         "run": {"name": "bench", "results": str(folder / "results")},
         "prompts": {"path": str(folder / "prompts.jsonl")},
         "model": {"source": str(folder)},
-        "engine": {"kind": "external", "external": {"urls": list(urls), "flavor": flavor, "window": 16}},
+        "engine": {"kind": "external", "external": {"urls": list(urls), "flavor": flavor, "window": window}},
         "sampling": {"max_tokens": 32768},
         "thinking": {"enabled": True},
         # A long answer of the stand-in is one text several times over, and some reach the cap, as real ones do.
@@ -196,6 +198,7 @@ def start_job(settings: dict[str, Any], shard: str) -> subprocess.Popen[bytes]:
     assert child.stdin
     child.stdin.write(orjson.dumps(settings))
     child.stdin.close()
+    child.stdin = None  # so that `communicate` does not flush it
     return child
 
 

@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from shardmill.ledger import is_due
+
 BASE, PER_REQUEST, CAPACITY = 3.72e-3, 0.356e-3, 48  # seconds, seconds, requests
 _serial = itertools.count()  # no two entries of a heap are alike
 QUEUE = 6  # requests kept waiting at a server by dispatch: an eighth of what it runs
@@ -42,6 +44,7 @@ class Job:
 
     number: int
     todo: deque[int]
+    total: int
     in_flight: int = 0
 
 
@@ -94,16 +97,14 @@ def fair(hungry: list[Job], places: int) -> Job:
     return min(hungry, key=lambda job: job.in_flight)
 
 
-def oldest_first(hungry: list[Job], places: int) -> Job:
-    """The oldest job, but for a small share that is kept for each of the others."""
-    least = places // (LEAST_SHARE * len(hungry))
-    for job in hungry[1:]:
-        if job.in_flight < least:
+def ledger(hungry: list[Job], places: int) -> Job:
+    """Shardmill's own rule: the job with the smallest part left, and a sure part for each."""
+    left = {job.number: 1000 * len(job.todo) // job.total for job in hungry}
+    for job in hungry:
+        rivals = [(other.in_flight, left[other.number]) for other in hungry if other is not job]
+        if is_due(job.in_flight, left[job.number], rivals, places / len(hungry)):
             return job
     return hungry[0]
-
-
-LEAST_SHARE = 4  # of its equal share, a young job is sure of one part in so many
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ def run(
     servers = [Server(speed) for speed in speeds]
     limit, places = CAPACITY + queue, (CAPACITY + queue) * len(servers)
     waiting = deque(
-        Job(number, deque(lengths[at : at + shard])) for number, at in enumerate(range(0, len(lengths), shard))
+        Job(number, deque(lengths[at : at + shard]), len(lengths[at : at + shard]))
+        for number, at in enumerate(range(0, len(lengths), shard))
     )
     starting: list[tuple[float, int, Job]] = []
     active: list[Job] = []
@@ -187,22 +189,40 @@ def run(
     return Result(sum(lengths) / now / ideal, steady, now, first_shard)
 
 
+def many_pools(pools: int, shards: int, gpus: int) -> None:
+    """Pools that share nothing: each has its own shards, and the run ends with the slowest."""
+    share = shards // pools
+    results = [
+        run(answer_lengths(share * 1000, seed), speeds=[1.0] * gpus, choose=ledger, jobs=gpus) for seed in range(pools)
+    ]
+    longest = max(result.seconds for result in results)
+    busy = sum(result.whole * result.seconds for result in results) / pools
+    print(
+        f"{pools} pools of {gpus} GPUs, {share} shards each: {longest / 3600:.2f} h, whole run {busy / longest:.3f}, "
+        f"each pool {min(result.whole for result in results):.3f} to {max(result.whole for result in results):.3f}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shards", type=int, default=40)
     parser.add_argument("--jobs", type=int, default=7)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--sigma", type=float, default=SIGMA)
+    parser.add_argument("--pools", type=int, help="pools that share nothing, of 8 GPUs each")
     options = parser.parse_args()
+    if options.pools:
+        return many_pools(options.pools, options.shards, 8)
     for name, speeds in (("even", [1.0] * 7), ("one at 0.6", [1.0] * 6 + [0.6])):
-        for choose in (fair, oldest_first):
+        for choose in (fair, ledger):
             for seed in range(options.seeds):
                 lengths = answer_lengths(options.shards * 1000, seed, sigma=options.sigma)
                 result = run(lengths, speeds=speeds, choose=choose, jobs=options.jobs)
                 print(
-                    f"{name:12} {choose.__name__:14} {seed} steady {result.steady:.3f} whole {result.whole:.3f} "
+                    f"{name:12} {choose.__name__:8} {seed}  steady {result.steady:.3f}  whole {result.whole:.3f}  "
                     f"{result.seconds:.0f} s  first shard {result.first_shard:.0f} s"
                 )
+    return None
 
 
 if __name__ == "__main__":

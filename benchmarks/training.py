@@ -2,8 +2,8 @@
 
     python benchmarks/training.py --completions 10000 --folder /tmp/bench
 
-The answers are lines of Python's standard library (code and prose) in random order; the tokenizer is a byte-level BPE of
-32,000 tokens trained on the same files. The dataset is made once per folder. Prints one line of JSON.
+The answers are lines of Python's standard library (code and prose) in random order; the tokenizer is a byte-level BPE
+of 32,000 tokens trained on the same files. The dataset is made once per folder. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 from tests.test_training import QWEN, SPECIAL, View, message, qwen_words
 

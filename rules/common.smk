@@ -8,8 +8,10 @@ from shardmill import overrides
 from shardmill.errors import UserError
 from shardmill.planning import clear_lies, make_plan
 
-# The command line's values come without types; jobs read the same `config`.
-overrides.merge(config, overrides.with_types(dict(workflow.config_settings.config)))
+# The command line's values come without types; jobs read the same `config`. As a module's they are in it already.
+is_module = not workflow.modifier.is_main_snakefile()
+said = config if is_module else workflow.config_settings.config
+overrides.merge(config, overrides.with_types(dict(said)))
 
 try:
     plan = make_plan(config)
@@ -68,4 +70,5 @@ def get_results(wildcards):
         layout.manifest,
         *get_completions(wildcards),
         *layout.training_files(plan.config.output.training.formats),
+        *([layout.report] if plan.config.monitor.report else []),
     ]

@@ -10,11 +10,16 @@ rule merge:
     output:
         dataset=layout.dataset,
         rejects=layout.dataset_rejects,
-        manifest=layout.manifest,
+        manifest=report(
+            layout.manifest,
+            caption="captions/manifest.rst",
+            category="Proof",
+        ),
     log:
         layout.log("dataset", "completions.log"),
     benchmark:
         layout.log("benchmarks", "merge.tsv")
+    localrule: True
     conda:
         "../envs/pipeline.yaml"
     threads: workflow.resource_settings.cores or 1  # plans and reports name no cores

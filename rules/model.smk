@@ -11,6 +11,7 @@ rule download:
     benchmark:
         layout.log("benchmarks", "download.tsv")
     retries: 0
+    localrule: True
     conda:
         "../envs/pipeline.yaml"
     params:

@@ -1,12 +1,6 @@
 # Pools: one job per pool of shards, each the same pipeline once more on the machine that it gets.
 # Needs: the prompt shards and the model on a disk that all machines share. Makes: pools/<pool>.json, a proof of its shards.
-
-
-# What belongs to the run and not to a pool is made where Snakemake runs.
-localrules:
-    prepare_prompts,
-    download,
-    merge,
+# What belongs to the run and not to a pool is a local rule: on a cluster it is made where Snakemake runs.
 
 
 rule pool:

@@ -13,6 +13,7 @@ rule prepare_prompts:
         layout.log("prompts", "index.log"),
     benchmark:
         layout.log("benchmarks", "prepare_prompts.tsv")
+    localrule: True
     conda:
         "../envs/pipeline.yaml"
     params:

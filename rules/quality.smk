@@ -8,7 +8,11 @@ rule canary:
         index=ancient(layout.prompt_index),
         servers=[layout.ready(name) for name in plan.config.server_names],
     output:
-        report=layout.canary,
+        report=report(
+            layout.canary,
+            caption="captions/canary.rst",
+            category="Proof",
+        ),
     log:
         layout.log("quality", "canary.log"),
     benchmark:

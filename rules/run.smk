@@ -47,3 +47,26 @@ onerror:
         "shardmill: not finished; everything finished so far is kept. See the errors above, then run the same command again.",
         file=sys.stderr,
     )
+
+
+def chain(name, own):
+    """Have a handler of this module run before the main workflow's own, be that defined above or below.
+
+    Snakemake leaves a module's handlers alone, but a run without its lock could write the same files twice.
+    """
+    register, then = getattr(workflow, name), getattr(workflow, f"_{name}")
+
+    def register_both(handler):
+        if workflow.modifier.is_main_snakefile():
+            register(lambda log: (own(log=log), handler(log)))
+        else:
+            register(handler)
+
+    setattr(workflow, name, register_both)
+    setattr(workflow, f"_{name}", lambda log: (own(log=log), then(log)))
+
+
+if is_module:
+    chain("onstart", onstart)
+    chain("onsuccess", onsuccess)
+    chain("onerror", onerror)

@@ -19,6 +19,7 @@ if plan.config.output.training.formats:
         benchmark:
             layout.log("benchmarks", "training_view.tsv")
         retries: 0
+        localrule: True
         conda:
             "../envs/pipeline.yaml"
         threads: workflow.resource_settings.cores or 1  # plans and reports name no cores

@@ -161,6 +161,7 @@ class Workspace:
             "servers": {"count": 2, "port": free_ports(2), "linger": 2, "stop_timeout": 2, "start_timeout": 120},
             "sampling": {"max_tokens": 512},
             "thinking": {"enabled": True},
+            "monitor": {"report": False},
         }
         self.configure(**settings)
 

@@ -24,6 +24,7 @@ from shardmill.generate import ShardRun
 from shardmill.layout import Layout
 from shardmill.pool import ServerView
 from shardmill.supervisor_state import read_status
+from tests.pipeline import free_ports
 from tests.sglang import fake_python
 from tests.sglang.servers import Running
 
@@ -89,19 +90,20 @@ def node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
 
         def made(
             speeds: Sequence[float],
-            prompts: int,
+            count: int,
             *,
             size: int = 1000,
             turns: int = 1,
             scale: float = 0.1,
             lengths: str = SHORT,
             flavor: str = "sglang",
+            window: int = 16,
             **sections: Any,
         ) -> Node:
             servers = stack.enter_context(stand_ins(tmp_path, speeds, scale=scale, lengths=lengths, slots=SLOTS))
-            write_prompts(tmp_path / "prompts.jsonl", prompts, turns=turns)
+            write_prompts(tmp_path / "prompts.jsonl", count, turns=turns)
             sections = {"shards": {"size": size}, **sections}
-            settings = settings_for(tmp_path, [one.url for one in servers], flavor=flavor, **sections)
+            settings = settings_for(tmp_path, [one.url for one in servers], flavor=flavor, window=window, **sections)
             config = stack.enter_context(run_of(settings))
             return Node(servers, settings, config, stack)
 
@@ -202,8 +204,7 @@ def test_a_conversation_leaves_a_server_that_is_gone(node: Callable[..., Node]):
 def test_engines_without_figures_get_a_fixed_window(node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch):
     """Nothing is known of what runs there, so nothing is taken for lost either."""
     monkeypatch.setattr(pool, "LOST_AFTER", 0.2)
-    window = {"engine": {"kind": "external", "external": {"flavor": "openai", "window": 5}}, "dispatch": {"queue": 0}}
-    made = node([1.0], 20, scale=0.5, **window_with_urls(window))
+    made = node([1.0], 20, scale=0.5, flavor="openai", window=5, dispatch={"queue": 0})
     before = made.stats(0)["received"]
     most = 0
     with in_this_process(made) as stats:
@@ -212,11 +213,6 @@ def test_engines_without_figures_get_a_fixed_window(node: Callable[..., Node], m
             most = max(most, now["running"] + now["waiting"])
     assert most == 5
     assert made.stats(0)["received"] - before == 20
-
-
-def window_with_urls(sections: dict[str, Any]) -> dict[str, Any]:
-    sections["flavor"] = sections.pop("engine")["external"]["flavor"]
-    return sections
 
 
 # Who goes first
@@ -278,7 +274,15 @@ def view() -> ServerView:
 
 
 def status(at: float, *, running: int = 8, tokens: float | None = 0.0, **more: Any) -> dict[str, Any]:
-    return {"at": at, "state": "ready", "running": running, "queued": 0, "completion_tokens": tokens, **more}
+    return {
+        "at": at,
+        "answered_at": at,
+        "state": "ready",
+        "running": running,
+        "queued": 0,
+        "completion_tokens": tokens,
+        **more,
+    }
 
 
 def test_a_forgotten_request_is_found_at_a_busy_server():
@@ -289,19 +293,30 @@ def test_a_forgotten_request_is_found_at_a_busy_server():
         for second in range(1, 200):
             server.update(status(second, tokens=second * 80.0), second, outstanding)
         assert server.pace == pytest.approx(1990)
-        assert server.lost(0, 0.0, 900, 199) is lost
-        assert not server.lost(0, 0.0, 1100, 199), "its answer may be longer"
-        assert not server.lost(150, 1500.0, 900, 199), "it was sent later"
+        assert server.lost(0, 0.0, 900) is lost
+        assert not server.lost(0, 0.0, 1100), "its answer may be longer"
+        assert not server.lost(150, 1500.0, 900), "it was sent later"
 
 
 def test_an_idle_server_has_lost_what_it_was_sent_long_ago():
     server = view()
-    server.update(status(0, running=1), 0, 1)
-    assert not server.lost(0, 0.0, 10, 1000)
-    server.update(status(1, running=0), 1, 1)
-    assert not server.lost(0, 0.0, 10, 1 + pool.LOST_AFTER)
-    assert server.lost(0, 0.0, 10, 1.1 + pool.LOST_AFTER)
-    assert not server.lost(5, 0.0, 10, 1.1 + pool.LOST_AFTER), "sent only now"
+    for second in range(100):
+        server.update(status(second, running=1), second, 1)
+    assert not server.lost(0, 0.0, 10)
+    idle = 100
+    for second in range(idle, idle + int(pool.LOST_AFTER) + 2):
+        assert not server.lost(0, 0.0, 10)
+        server.update(status(second, running=0), second, 1)
+    assert server.lost(0, 0.0, 10)
+    assert not server.lost(idle + 5, 0.0, 10), "sent only now"
+
+
+def test_old_figures_are_no_evidence():
+    """A server that is too busy to say its load, or a supervisor that gets no time, once said: nothing running."""
+    server = view()
+    for second in range(100):
+        server.update({**status(0, running=0), "at": second}, second, 1)
+    assert not server.lost(0, 0.0, 10)
 
 
 def test_a_restarted_engine_counts_from_zero():
@@ -316,7 +331,7 @@ def test_an_engine_that_counts_nothing_is_never_idle():
     server = view()
     for second in range(100):
         server.update(status(second, running=0, tokens=None), second, 3)
-    assert not server.lost(0, 0.0, 1, 100)
+    assert not server.lost(0, 0.0, 1)
 
 
 def test_a_hung_server_is_restarted_and_its_requests_go_elsewhere(tmp_path: Path):
@@ -327,11 +342,14 @@ def test_a_hung_server_is_restarted_and_its_requests_go_elsewhere(tmp_path: Path
     write_prompts(tmp_path / "prompts.jsonl", 300)
     settings = settings_for(tmp_path, [])
     with ExitStack() as stack:
-        from tests.pipeline import free_ports
-
         settings["engine"] = {
             "kind": "sglang",
-            "sglang": {"python": str(python), "max_running_requests": SLOTS, "context_length": 40000},
+            "sglang": {
+                "python": str(python),
+                "max_running_requests": SLOTS,
+                "context_length": 40000,
+                "reasoning_parser": "qwen3",
+            },
         }
         settings["servers"] = {"count": 2, "port": free_ports(2), "stall_after": 4, "stop_timeout": 1}
         settings["sampling"] = {"max_tokens": 2000}
@@ -375,4 +393,5 @@ def test_last_requests_may_be_hedged(node: Callable[..., Node], hedge: bool, mon
         assert by_server["0"] > 6
         eventually(lambda: made.stats(1)["running"] == 0, "the losers are cut off")
     else:
-        assert (stats[0]["requests_hedged"], by_server["0"]) == (0, 6)
+        assert stats[0]["requests_hedged"] == 0
+        assert by_server["1"] > 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import shutil
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ def test_what_is_broken_is_found_and_made_anew(tmp_path: Path, pins: Path) -> No
         (lambda: record.write_text("{"), "its record is missing or damaged"),
         (lambda: record.write_text(whole.replace("recipe", "other")), "it was made from other pins"),
         (lambda: package.rename(tmp_path / "away"), f"sglang {VERSION} is gone from it"),
-        (lambda: (folder / "bin" / "python").unlink(), "its Python is gone"),
+        ((folder / "bin" / "python").unlink, "its Python is gone"),
     ):
         damage()
         (told,) = clear_broken_environment(asked)
@@ -156,8 +156,18 @@ def test_the_rule_builds_it_where_it_is_missing_or_broken(tmp_path: Path) -> Non
     workspace.configure(engine={"kind": "sglang", "llamacpp": None, "sglang": sglang})
     workspace.write_prompts([{"prompt": "What?"}])
     assert workspace.run("-n").jobs["engine_environment"] == 1
-    target = workspace.run("-n").output.split("output: ")
-    (record,) = {part.split()[0] for part in target if part.startswith(str(tmp_path / "local"))}
+    # The path is the same for the same Python and pins; the copied code has pins of its own.
+    asked = "from shardmill import engine_env, load_config; import yaml; print(engine_env.environment_record("
+    asked += "load_config.load_config(yaml.safe_load(open('config.yaml')))))"
+    done = subprocess.run(
+        [sys.executable, "-c", asked],
+        cwd=workspace.folder,
+        env={"PYTHONPATH": str(workspace.code / "scripts")},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    record = done.stdout.strip()
     workspace.finish(record)
     assert Path(record).exists() and "engine_environment" not in workspace.run("-n").jobs
     python = Path(record).parent / "bin" / "python"

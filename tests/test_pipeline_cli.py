@@ -20,7 +20,6 @@ from tests.pipeline import (
     check_nothing_left,
     eventually,
     frozen_engines,
-    merged,
     prompts,
     read_dataset,
 )
@@ -259,7 +258,3 @@ def test_a_small_ram_disk_is_refused_with_both_numbers(fresh: Workspace, small_d
     fresh.configure(model={"ram_disk": str(small_disk)})
     line = fresh.run().error()
     assert "more on the RAM disk, where" in line and "are free" in line
-
-
-def test_merged_settings_take_keys_away() -> None:
-    assert merged({"a": {"b": 1, "c": 2}}, {"a": {"b": None}}) == {"a": {"c": 2}}

@@ -20,7 +20,7 @@ FAST = ("--standin-time-scale", "0.2", "--standin-lengths", "300,0.5,2000")
 @pytest.fixture
 def poisoned(tmp_path: Path) -> Iterator[Workspace]:
     """Two servers that die of any prompt that speaks of arsenic, and a run of 40 prompts of which one does."""
-    faults = json.dumps({"poison": {"match": "arsenic", "linger": 0.3}})
+    faults = json.dumps({"poison": {"match": "arsenic", "linger": 0.02}})
     made = standin_workspace(
         tmp_path / "work",
         *FAST,

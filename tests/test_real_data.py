@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.pipeline import REPO, Workspace, check_complete, check_nothing_left, check_sent_once
+from tests.pipeline import REPO, Workspace, check_complete, check_nothing_left, check_sent_once, read_dataset
 
 DATA = REPO.parent / "shared" / "data"
 # All 7,473 of them take minutes on two cores.
@@ -30,7 +30,8 @@ def test_gsm8k(workspace: Callable[..., Workspace]) -> None:
     assert work.finish().jobs["generate"] == 3
     index = work.json("prompts", "index.json")
     assert (index["records"], index["usable"]) == (len(records), len(records))
-    made = {record["line"]: record for record in _all_records(work)}
+    completions, rejects = read_dataset(work)
+    made = {record["line"]: record for record in [*completions, *rejects]}
     assert sorted(made) == list(range(1, len(records) + 1))
     ids = [made[line]["id"] for line in sorted(made)]
     assert len(set(ids)) == len(records)
@@ -38,16 +39,9 @@ def test_gsm8k(workspace: Callable[..., Workspace]) -> None:
     for line, record in made.items():
         source = records[line - 1]
         assert record["messages"][0] == {"role": "user", "content": source["question"]}
-        assert record["answer"] == source["answer"] if "input_answer" not in record else True
+        assert record["input_answer"] == source["answer"], "a field of the input whose name the pipeline needs itself"
     check_sent_once(work)
     check_nothing_left(work)
-
-
-def _all_records(work: Workspace) -> list[dict[str, Any]]:
-    from tests.pipeline import read_dataset
-
-    completions, rejects = read_dataset(work)
-    return [*completions, *rejects]
 
 
 def test_mt_bench_in_two_turns(workspace: Callable[..., Workspace]) -> None:

@@ -7,7 +7,7 @@
 #   2. every server starts with the configuration's own flags and runs as many requests at once as asked for,
 #   3. the thinking contract holds with the run's own sampling, and what one request alone reaches,
 #   4. a small run ends with a proven dataset, and what speed its servers showed under load,
-#   5. after a kill -9 of everything the same command goes on, and nothing is left on the GPUs at the end.
+#   5. after a kill -9 of snakemake and all its jobs the same command goes on, and nothing is left on the GPUs at the end.
 set -euo pipefail
 config=${1:-configs/qwen3.6-27b-1gpu.yaml}
 cd "$(dirname "$0")/.."
@@ -29,7 +29,7 @@ df -h /dev/shm . | cat
 say "what will be started"
 "$python" scripts/show_servers.py --configfile "$config"
 
-say "environment, model, servers, canary and the first shards; then kill -9 of everything"
+say "environment, model, servers, canary and the first shards; then kill -9 of snakemake and all its jobs"
 setsid "${run[@]}" &
 main=$!
 until [ "$(cat results/verify-node/journals/*.jsonl 2>/dev/null | wc -l)" -ge 50 ]; do

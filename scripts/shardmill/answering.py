@@ -128,7 +128,7 @@ class Answering:
                 self._pool.refresh(self._ledger.in_flight)
                 self._check_alive()
                 self._no_more = self._no_more or no_room(self.config)
-                self._cut_lost(now)
+                self._cut_lost()
                 usable = any(self._pool.limits())
                 without_server_since = None if usable else without_server_since or now
                 self._check_servers(now, without_server_since)
@@ -214,7 +214,7 @@ class Answering:
                 hint=f"see {self.layout.log('servers')}, then run the same command again; finished answers are kept",
             )
 
-    def _cut_lost(self, now: float) -> None:
+    def _cut_lost(self) -> None:
         """Cut the requests that will never be answered, so that their threads send them again elsewhere."""
         with self._lock:
             flights = list(self._in_flight.values())
@@ -222,7 +222,7 @@ class Answering:
             server = self._pool.servers[flight.server]
             gone = server.instance > flight.instance  # the engine it was sent to is no more
             most = self._most_tokens(flight)
-            if gone or server.lost(flight.sent_at, flight.pace, most, now):
+            if gone or server.lost(flight.sent_at, flight.pace, most):
                 log.warning(
                     "server %s no longer works on prompt %s; it is sent again",
                     server.place.name,

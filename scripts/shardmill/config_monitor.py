@@ -46,6 +46,7 @@ class Monitor(Section):
     interval: float = Field(10, ge=1, le=60, description="Seconds between two samples.")
     retention_days: float = Field(7, gt=0, description="Days that samples of servers are kept.")
     alarms: Alarms = Field(default_factory=Alarms)
+    report: bool = Field(True, description="Make `report.html` at the end of each run.")
     price_per_hour: float | None = Field(
         None, ge=0, description="Price of all servers together for an hour, for the report."
     )

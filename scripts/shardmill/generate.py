@@ -18,7 +18,7 @@ from .monitor.watchman import Watchman
 from .prompts.shards import read_shard
 from .quality.verdicts import Policy, RateGate, rate_table
 from .run_state import outcome_counts
-from .shard_files import shard_entry, write_shard
+from .shard_files import locked_model_digest, shard_entry, write_shard
 
 RUN_CHECK_INTERVAL = 5.0  # seconds
 # A shard of at least this many prompts that ends with no completion at all fails, however few that is for statistics.
@@ -172,5 +172,5 @@ def too_many_rejects(
 
 
 def model_digest(config: Config) -> str:
-    """Content hash of the run's model, as its manifest has it."""
-    return read_json(config.layout.model_manifest)["digest"]
+    """Content hash of the run's model: what the run is bound to, else what its manifest has."""
+    return locked_model_digest(config.layout) or read_json(config.layout.model_manifest)["digest"]

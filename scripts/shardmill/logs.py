@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import sys
@@ -29,17 +30,35 @@ def configure(log_file: Path | str | None, *, console: bool = True) -> None:
     for handler in list(root.handlers):
         root.removeHandler(handler)
         handler.close()
+    sys.excepthook = _log_uncaught
+    # A log file on a full disk must not put a traceback on the console for each line that it cannot take.
+    logging.raiseExceptions = False
     if log_file:
-        Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-        to_file = logging.FileHandler(log_file, encoding="utf-8")
-        to_file.setFormatter(logging.Formatter(FILE_FORMAT))
-        root.addHandler(to_file)
+        with contextlib.suppress(OSError):  # whatever is wrong with the disk shows where it matters
+            Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+            to_file = _FileHandler(log_file, encoding="utf-8")
+            to_file.setFormatter(logging.Formatter(FILE_FORMAT))
+            root.addHandler(to_file)
     if console:
         to_console = logging.StreamHandler(sys.stderr)
         to_console.setFormatter(_OneLineFormatter(CONSOLE_FORMAT, "%H:%M:%S"))
         root.addHandler(to_console)
     logging.getLogger("urllib3").setLevel(logging.ERROR)
-    sys.excepthook = _log_uncaught
+
+
+class _FileHandler(logging.FileHandler):
+    """A log whose disk may be full: then lines are lost, and nothing else, least of all the console's peace."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+class _LogFile(logging.FileHandler):
+    """A full disk loses lines of the log, nothing else; by default each would be a traceback on the console."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
 
 
 class _OneLineFormatter(logging.Formatter):

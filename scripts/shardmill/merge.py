@@ -72,7 +72,7 @@ def merge(config: Config) -> dict[str, Any]:
         rejects = _write_merged(config, layout.dataset_rejects, rejects_file, _reject_sources(config, stats, index))
         manifest = _manifest(config, index, stats, dataset, rejects)
         _prove(manifest, index)
-    write_json(layout.manifest, manifest)
+    write_json(layout.manifest, manifest, sealed=True)
     return manifest
 
 

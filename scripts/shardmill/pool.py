@@ -34,6 +34,7 @@ class ServerView:
     queued: int = 0
     instance: int = 0
     changed_at: float = 0.0
+    figures_at: float = 0.0  # when it last said something new of itself
     idle_since: float | None = None
     missing_since: float | None = None  # since when it has shown fewer requests than were sent to it
     pace: float = 0.0  # tokens that a request running since this job's start would have got
@@ -41,6 +42,7 @@ class ServerView:
     faults_in_a_row: int = 0
     _last: Any = None
     _tokens: float | None = None
+    _answered: tuple[Any, ...] = (None, None)
 
     def update(self, status: dict[str, Any] | None, now: float, outstanding: int = 0) -> None:
         """Take in the status file's content; a file that stays the same for long is no sign of life.
@@ -60,11 +62,19 @@ class ServerView:
         self.state = status["state"]
         self.message = status.get("message") or ""
         self.capacity = status.get("capacity")
+        self.instance = status.get("instance") or 0
+        # A supervisor goes on writing while its server says nothing; then the figures are the old ones.
+        answered = (status.get("answered_at"), self.instance)
+        if answered[0] is None or answered != self._answered:
+            self._take_figures(status, now, outstanding, is_new=answered[1:] != self._answered[1:])
+            self._answered = answered
+
+    def _take_figures(self, status: dict[str, Any], now: float, outstanding: int, *, is_new: bool) -> None:
+        """Take in what the server said of itself just now; `is_new`: by an engine that was not there before."""
+        self.figures_at = now
         self.running, self.queued = status.get("running") or 0, status.get("queued") or 0
-        if (instance := status.get("instance") or 0) != self.instance:
-            self.instance, self._tokens = instance, None
         tokens = status.get("completion_tokens")
-        if self._tokens is not None and tokens is not None:
+        if self._tokens is not None and tokens is not None and not is_new:
             self.pace += max(0.0, tokens - self._tokens) / max(1, self.running)
         self._tokens = tokens
         # An engine that counts nothing always shows nothing running.
@@ -86,20 +96,21 @@ class ServerView:
         self.cool_until = now + min(30.0, 0.25 * 2 ** min(self.faults_in_a_row, 7))
         return was_well
 
-    def lost(self, sent_at: float, sent_pace: float, most_tokens: int, now: float) -> bool:
+    def lost(self, sent_at: float, sent_pace: float, most_tokens: int) -> bool:
         """Whether a request sent then can no longer be answered.
 
-        Either the server has been idle ever since, for long; or it shows fewer requests than it was sent, and this
-        one would have had its longest answer long ago.
+        Either the server has said ever since, for long, that it is idle; or it shows fewer requests than it was sent,
+        and this one would have had its longest answer long ago.
 
         Args:
             sent_pace: `pace` when it was sent.
             most_tokens: of its answer.
         """
-        if self.idle_since is not None and now - max(self.idle_since, sent_at) > LOST_AFTER:
+        said = self.figures_at
+        if self.idle_since is not None and said - max(self.idle_since, sent_at) > LOST_AFTER:
             return True
         overdue = self.pace - sent_pace > OVERDUE_TIMES * most_tokens
-        return overdue and self.missing_since is not None and now - self.missing_since > LOST_AFTER
+        return overdue and self.missing_since is not None and said - self.missing_since > LOST_AFTER
 
 
 def _since(before: float | None, holds: bool, now: float) -> float | None:

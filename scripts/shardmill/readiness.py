@@ -35,6 +35,8 @@ class Probe:
         self._stopped = threading.Event()
         messages = [{"role": "user", "content": "Say hello."}]
         self._body = engine.request_body(config, messages, None, 1, {"max_tokens": PROBE_TOKENS})
+        # So short an answer cannot have the least length that a run may ask for.
+        self._body.pop("min_tokens", None)
         if model:
             self._body.setdefault("model", model)
         self._engine, self._place = engine, place

@@ -19,12 +19,14 @@ _began_at = time.time()
 
 
 def begin(config: Config) -> None:
-    """Take the run for this process, lock its contract, and make its api key.
+    """Take the run for this process, lock its contract, and make its api key; nothing if this process has it.
 
     Raises:
         UserError: if another live run owns it.
     """
     layout, pools = config.layout, config.pools
+    if str(layout.home) in _held:
+        return
     leaves_to_pools = bool(pools.shards and not pools.only)
     if not pools.shards and (live := live_pools(layout)):
         raise UserError(

@@ -69,4 +69,5 @@ def _verify_completion(record: dict[str, Any], path: Path) -> None:
 
 def _same(what: str, found: Any, expected: Any, where: Path) -> None:
     if found != expected:
-        raise UserError(f"{what} is {found}, but the manifest says {expected}", where=str(where))
+        hint = "remove the folder `dataset` and run again: it is merged anew from the shards"
+        raise UserError(f"{what} is {found}, but the manifest says {expected}", where=str(where), hint=hint)

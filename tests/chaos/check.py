@@ -83,6 +83,7 @@ def check(
     *,
     kept: dict[tuple[str, int], tuple[str, str]],
     journals_damaged: bool,
+    rejects_damaged: bool,
     oracle: str,
     template: dict[str, Any],
     asked: list[Asked],
@@ -96,6 +97,7 @@ def check(
         inputs: the prompts, in input order.
         kept: finished answers that were seen in the journals and not damaged since: they must be in the result.
         journals_damaged: whether this test itself damaged a journal.
+        rejects_damaged: whether it damaged a shard's rejects, perhaps after they were merged.
         oracle: URL of a fresh server of the same model.
         template: fields of a request body that all requests share.
         asked: what the door saw, if there was one.
@@ -113,7 +115,8 @@ def check(
     found.completions, found.rejects = len(completions), len(rejects)
     _check_ids(found, completions, rejects, inputs)
     _check_manifest(found, results, manifest, completions, rejects)
-    _check_parts(found, results, completions, rejects)
+    wholes = {"completions": completions} | ({} if rejects_damaged else {"rejected": rejects})
+    _check_parts(found, results, wholes)
     _check_journals(found, results, completions, kept, journals_damaged)
     _check_door(found, results, completions, asked)
     _ask_again(found, completions, oracle, template, sample, seed)
@@ -177,8 +180,8 @@ def _check_manifest(
         found.expect(in_all == len(records), f"manifest: {in_all} {key} over all shards, {len(records)} there")
 
 
-def _check_parts(found: Found, results: Path, completions: list[dict[str, Any]], rejects: list[dict[str, Any]]) -> None:
-    for name, whole in (("completions", completions), ("rejected", rejects)):
+def _check_parts(found: Found, results: Path, wholes: dict[str, list[dict[str, Any]]]) -> None:
+    for name, whole in wholes.items():
         try:
             parts = [
                 record

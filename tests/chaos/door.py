@@ -36,6 +36,7 @@ class Door:
     target: str
     url: str = ""
     fault: str = ""
+    delays: dict[str, float] = field(default_factory=dict)  # seconds by last user turn, before it is passed on
     asked: list[Asked] = field(default_factory=list)
 
 
@@ -65,6 +66,7 @@ def open_door(target: str, beside: Door | None = None) -> Iterator[Door]:
             request = json.loads(body)
             asked = Asked(key_of(request["messages"], request["seed"]), time.time())
             door.asked.append(asked)
+            time.sleep(door.delays.get(request["messages"][-1]["content"], 0.0))
             match door.fault:
                 case "answer 503":
                     self._send(503, b'{"error": {"message": "overloaded"}}')

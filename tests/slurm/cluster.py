@@ -74,9 +74,9 @@ def reason_not_to() -> str | None:
         return None
     if not shutil.which("apt-get"):
         return f"Slurm is not installed, and there is no apt-get to install {' '.join(PACKAGES)}"
-    quiet = {"check": False, "capture_output": True, "env": os.environ | {"DEBIAN_FRONTEND": "noninteractive"}}
-    subprocess.run(["apt-get", "update", "-qq"], **quiet)
-    done = subprocess.run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES], **quiet)
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    for command in ("update -qq", f"install -y -qq --no-install-recommends {' '.join(PACKAGES)}"):
+        done = subprocess.run(["apt-get", *command.split()], check=False, capture_output=True, env=environment)
     return f"apt-get cannot install {' '.join(PACKAGES)}" if done.returncode else None
 
 
@@ -88,7 +88,7 @@ class Cluster:
         gpus: of each node, as far as Slurm counts them; there are none.
     """
 
-    def __init__(self, folder: Path, gpus: tuple[int, ...] = (2, 2, 1)) -> None:
+    def __init__(self, folder: Path, gpus: tuple[int, ...] = (2, 1, 1)) -> None:
         self.folder = folder
         self.gpus = {f"n{number}": count for number, count in enumerate(gpus, start=1)}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}

@@ -29,7 +29,7 @@ def _cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(_cluster: Cluster) -> Iterator[Cluster]:
-    """Three nodes: two with two GPUs, as Slurm counts them, and one with one."""
+    """Three nodes: one with two GPUs, as Slurm counts them, and two with one."""
     yield _cluster
     _cluster.cancel_all()
 
@@ -38,7 +38,7 @@ def cluster(_cluster: Cluster) -> Iterator[Cluster]:
 def on_slurm(
     cluster: Cluster, workspace: Callable[..., Workspace], models: Callable[..., Path]
 ) -> Callable[..., Workspace]:
-    """Makes working folders whose runs know the cluster: pools of servers with one slot each, one per GPU."""
+    """Makes working folders whose runs know the cluster; a pool has as many servers as its job has GPUs: one."""
 
     def new(*, clauses: int = 2, **settings: Any) -> Workspace:
         defaults: dict[str, Any] = {

@@ -32,12 +32,13 @@ NewWorkspace = Callable[..., Workspace]
 
 def start(workspace: Workspace, *arguments: str, **resources: Any) -> Command:
     """Start a run with the profile as it is shipped, the cluster's own names and small resources laid over it."""
+    shards_at_once = resources.pop("shards_at_once", 2)
     asked = {"slurm_partition": "main", "gres": "gpu:1", "cpus_per_task": 2, "mem_mb": 500, "runtime": 30} | resources
     command = [
         *(SNAKEMAKE, "--snakefile", str(REPO / "Snakefile"), "--profile", str(REPO / "profiles" / "slurm")),
         *("--slurm-status-command", "squeue", "--slurm-init-seconds-before-status-checks", "2", "--slurm-no-account"),
         *("--set-resources", *(f"pool:{name}={value}" for name, value in asked.items())),
-        *("--set-threads", f"pool={resources.get('shards_at_once', 2)}", "--jobs", "4"),
+        *("--set-threads", f"pool={shards_at_once}", "--jobs", "4"),
     ]
     environment = os.environ | {MARK: str(workspace.folder), "TMPDIR": str(workspace.tmp)} | workspace.environment
     return Command([*command, *arguments], workspace.folder, environment)
@@ -61,6 +62,8 @@ def check(workspace: Workspace, ids: list[str]) -> None:
         written = [path.stem for path in workspace.results.glob(f"pools/{proof.stem}/logs/completions/*.log")]
         assert set(written) <= set(shards)
         proven += shards
+    # Nothing but pools goes to the cluster.
+    assert {path.name for path in workspace.folder.glob(".snakemake/slurm_logs/*")} <= {"rule_pool"}
     assert proven == sorted(path.name[:5] for path in workspace.results.glob("completions/*.jsonl.zst"))
     assert not list(workspace.results.rglob("*.ready")) and not list(workspace.results.rglob("*.tmp"))
     eventually(lambda: not workspace.processes(), "no process of the run is left")
@@ -101,3 +104,64 @@ def test_three_nodes_at_once(cluster: Cluster, on_slurm: NewWorkspace) -> None:
     assert result.jobs == {"pool": 2, "merge": 1}
     check(run, ids)
     assert run.journal_lines() == asked
+
+
+def test_jobs_cancelled_and_a_node_lost(cluster: Cluster, on_slurm: NewWorkspace) -> None:
+    """A cancelled job, a power cut and a drained node, in one run: everything is made all the same, by this run."""
+    run = on_slurm(shards={"size": 6}, pools={"shards": 2}, clauses=128)
+    run.write_prompts(prompts(36))
+    command = start(run)
+    run.await_journal(3, command)
+    running = cluster.await_running(3)
+    job_of = {node: job for job, node in running.items()}
+    cancelled, lost, drained = job_of["n1"], "n2", "n3"
+    cluster.ask("scontrol", "update", f"nodename={drained}", "state=drain", "reason=test")
+    cluster.ask("scancel", cancelled)
+    cluster.power_off(lost)
+    answers = {(entry["id"], entry["attempt"]) for entry in run.journal() if entry["kind"] == "answer"}
+    try:
+        result = command.wait(PATIENCE)
+    finally:
+        cluster.power_on(lost)
+        cluster.ask("scontrol", "update", f"nodename={drained}", "state=resume")
+    assert result.code == 0, result.output
+    assert f"'{cancelled}' failed" in result.output
+    # The pool of the lost node went on elsewhere, as the same job.
+    assert not [job for job in cluster.jobs() if job != cancelled]
+    check(run, [record["id"] for record in prompts(36)])
+    assert answers <= {(entry["id"], entry["attempt"]) for entry in run.journal() if entry["kind"] == "answer"}
+
+
+def test_time_is_up(cluster: Cluster, on_slurm: NewWorkspace) -> None:
+    """A pool whose job is too short hands the rest back in time, as often as it takes, and uses up no retry."""
+    run = on_slurm(shards={"size": 6}, pools={"shards": 10, "wind_down": 20, "margin": 8}, clauses=256)
+    run.write_prompts(prompts(60))
+    result = finish(run, "--retries", "0", runtime=1, shards_at_once=1)
+    assert "failed" not in result.output
+    log = run.path("pools", "00000-00009", "logs")
+    assert log.exists()
+    restarts = re.findall(r"Restarts=(\d+)", cluster.ask("scontrol", "show", "job"))
+    assert max(map(int, restarts)) >= 1
+    check(run, [record["id"] for record in prompts(60)])
+
+
+def test_outer_run_killed(cluster: Cluster, on_slurm: NewWorkspace) -> None:
+    """The outer run dies; its jobs go on. The same command takes their pools over, and no answer is asked for twice."""
+    run = on_slurm(shards={"size": 6}, pools={"shards": 2}, clauses=128)
+    run.write_prompts(prompts(36))
+    command = start(run)
+    run.await_journal(3, command)
+    old = cluster.await_running(2)
+    command.kill_main()
+    command.wait(PATIENCE)
+    # Without pools this run would write what its jobs write.
+    error = run.run("--config", 'pools={"shards": 0}').error()
+    assert "pools of this run are at work: 0000" in error
+    # Nor does another cut of the pools let two jobs have one shard.
+    result = finish(run, "--config", 'pools={"shards": 3}')
+    assert result.jobs["merge"] == 1
+    check_complete(run, [record["id"] for record in prompts(36)])
+    check_sent_once(run)
+    eventually(lambda: not set(old) & set(cluster.jobs()), "none of the old jobs is left")
+    logs = "".join(path.read_text() for path in run.results.glob("logs/pools/*.log"))
+    assert re.search(rf"cancelling job ({'|'.join(old)}), which works on its shards", logs)

@@ -105,7 +105,7 @@ class OpenAI:
             return Fault("malformed_answer", f"not JSON ({error}): {_shown(body)}")
         try:
             return read_completion(value)
-        except (KeyError, TypeError, IndexError, ValueError) as error:
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
             return Fault("malformed_answer", f"no completion ({type(error).__name__}: {error}): {_shown(body)}")
 
     def telling_lines(self, log_tail: str) -> list[str]:
@@ -179,7 +179,7 @@ def read_completion(value: Any) -> Answer | Fault:
     """The completion in the decoded body of a 200 response.
 
     Raises:
-        KeyError, TypeError, IndexError, ValueError: if there is none.
+        KeyError, TypeError, IndexError, ValueError, AttributeError: if there is none.
     """
     if "error" in value and "choices" not in value:
         return Fault("server_error", _message(value))
@@ -195,10 +195,13 @@ def read_completion(value: Any) -> Answer | Fault:
             raise TypeError(f"{name} is a {type(text).__name__}")
     if not isinstance(finish_reason, str):
         raise TypeError(f"finish_reason is {finish_reason!r}")
+    tool_calls = message.get("tool_calls")
+    if tool_calls and not (isinstance(tool_calls, list) and all(isinstance(call, dict) for call in tool_calls)):
+        raise TypeError(f"tool_calls is a {type(tool_calls).__name__}")
     return Answer(
         content=content or "",
         reasoning_content=thought,
-        tool_calls=message.get("tool_calls") or None,
+        tool_calls=tool_calls or None,
         finish_reason=finish_reason,
         usage=read_usage(value["usage"]),
     )
@@ -206,11 +209,18 @@ def read_completion(value: Any) -> Answer | Fault:
 
 def read_usage(usage: dict[str, Any]) -> dict[str, int]:
     """prompt_tokens, completion_tokens and, where given, reasoning_tokens."""
-    found = {key: int(usage[key]) for key in ("prompt_tokens", "completion_tokens")}
+    found = {key: _count(usage[key]) for key in ("prompt_tokens", "completion_tokens")}
     reasoning = usage.get("reasoning_tokens")
     if reasoning is None:
         reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
-    return found if reasoning is None else found | {"reasoning_tokens": int(reasoning)}
+    return found if reasoning is None else found | {"reasoning_tokens": _count(reasoning)}
+
+
+def _count(value: Any) -> int:
+    """A number of tokens; what is none must not get into a journal, where integers have 64 bits."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 53:
+        raise ValueError(f"{value!r} is no number of tokens")
+    return int(value)
 
 
 def read_fault(status: int, body: bytes) -> Fault:

@@ -6,6 +6,7 @@ and says every alarm once; those that others said before it are in `layout.alarm
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 LOOK_SECONDS = 60.0
+TURN_SECONDS = 10.0  # between two looks at whose turn it is: a job may be over before its first minute is
 
 
 class Watchman:
@@ -27,6 +29,7 @@ class Watchman:
 
     def __init__(self, config: Config, shard: str, *, every: float = LOOK_SECONDS) -> None:
         self._config, self._layout, self._shard, self._every = config, config.layout, shard, every
+        self._pause = min(TURN_SECONDS, every)
         self._observer: Observer | None = None
         self._forecasts = SampleLog(self._layout.forecasts)
         self._alarms = SampleLog(self._layout.alarms)
@@ -40,7 +43,7 @@ class Watchman:
         self._stopped.set()
 
     def _loop(self) -> None:
-        while not self._stopped.wait(self._every):
+        while not self._stopped.wait(self._pause):
             try:
                 if self._is_my_turn():
                     self.look()
@@ -48,6 +51,9 @@ class Watchman:
                 log.debug("the watchman of shard %s: %r", self._shard, error)
 
     def _is_my_turn(self) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - self._layout.forecasts.stat().st_mtime < self._every - self._pause / 2:
+                return False
         folder = self._layout.progress(self._shard).parent
         return min((path.stem for path in folder.glob("[0-9]*.json")), default="") == self._shard
 

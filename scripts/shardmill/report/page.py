@@ -100,7 +100,8 @@ def bars(counts: dict[str, int]) -> str:
     if not total:
         return ""
     rows = [
-        f'<tr><td class="text">{esc(name)}</td><td class="figure">{count:,}</td><td class="figure">{count / total:.2%}</td>'
+        f'<tr><td class="text">{esc(name)}</td><td class="figure">{count:,}</td>'
+        f'<td class="figure">{count / total:.2%}</td>'
         f'<td class="wide"><svg class="bar" viewBox="0 0 100 8" preserveAspectRatio="none" aria-hidden="true">'
         f'<rect width="{max(0.4, 100 * count / most):.2f}" height="8" rx="1"/></svg></td></tr>'
         for name, count in sorted(counts.items(), key=lambda item: -item[1])

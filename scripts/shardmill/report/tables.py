@@ -13,6 +13,10 @@ from ..run_state import human_time
 from .gather import RunData, without_passwords
 
 
+# What a server's record says of its processes and files: of no use to a reader.
+_OWN = frozenset("server supervisor launch_digest model_digest boot_id ready_at instance".split())
+
+
 def facts(data: RunData) -> Iterator[tuple[str, str]]:
     """The figures at the top, as (label, value)."""
     prompts, snapshot = data.snapshot["prompts"], data.snapshot
@@ -134,7 +138,7 @@ def provenance(data: RunData) -> Iterator[tuple[str, str]]:
         yield "revision", revision
     yield "engine", config.engine.kind
     for name, info in sorted(data.servers_info.items()):
-        yield f"server {name}", _brief(without_passwords(info))
+        yield f"server {name}", _brief(without_passwords({k: v for k, v in info.items() if k not in _OWN}))
     yield "thinking", {True: "on", False: "off", None: "the model has none"}[config.thinking.enabled]
     yield "sampling", _brief(config.sampling.model_dump())
     index = data.index
