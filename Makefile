@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help env dev run monitor report test bench lint lock docs clean
+.PHONY: help env dev slurm run monitor report test test-slurm test-sglang bench lint lock docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST) | column -s: -t
@@ -20,6 +20,9 @@ $(VENV)/.dev: envs/requirements-dev.lock $(VENV)/.env
 	@$(PYTHON) envs/build.py $(VENV) envs/requirements-dev.lock
 	@touch $@
 
+slurm: env ## what submits pools to Slurm (docs/many-machines.md)
+	@$(PYTHON) envs/build.py $(VENV) envs/slurm.lock
+
 run: env ## make the demo dataset: a real model, real answers
 	@$(BIN)/snakemake --cores 7
 
@@ -30,11 +33,15 @@ report: env ## its report, finished or not
 	@$(BIN)/python scripts/report.py
 
 test: dev ## all tests
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -m "not slurm"
 
 bench: dev ## how full the servers are, and what a shard job costs (minutes; see docs/benchmarks.md)
 	@PYTHONPATH=scripts:. $(BIN)/python -m benchmarks.client_cost
 	@PYTHONPATH=scripts:. $(BIN)/python -m benchmarks.dispatch
+
+test-slurm: dev ## the tests on a real Slurm of three emulated nodes; installs that with apt-get, as root
+	@$(PYTHON) envs/build.py $(VENV) envs/slurm.lock
+	@$(BIN)/python -m pytest -q -m slurm tests/slurm
 
 test-sglang: dev ## the tests on the real SGLang on CPU; its first run builds that (3 GB)
 	@$(BIN)/python tests/sglang/build_env.py
@@ -49,6 +56,7 @@ lint: dev ## what CI checks beside the tests
 lock: ## resolve the lock files anew (needs uv)
 	uv pip compile --universal --generate-hashes --python-version 3.11 --no-annotate --no-header -q envs/requirements.in -o envs/requirements.lock
 	uv pip compile --universal --generate-hashes --python-version 3.11 --no-annotate --no-header -q -c envs/requirements.lock envs/requirements-dev.in -o envs/requirements-dev.lock
+	uv pip compile --universal --generate-hashes --python-version 3.11 --no-annotate --no-header -q -c envs/requirements.lock envs/slurm.in -o envs/slurm.lock
 
 docs: dev ## docs/config.md and the schema, from the configuration's models
 	@$(BIN)/python scripts/document_config.py

@@ -10,8 +10,7 @@ from shardmill.planning import clear_lies, make_plan
 
 # The command line's values come without types; jobs read the same `config`. As a module's they are in it already.
 is_module = not workflow.modifier.is_main_snakefile()
-said = config if is_module else workflow.config_settings.config
-overrides.merge(config, overrides.with_types(dict(said)))
+overrides.merge(config, overrides.with_types(dict(config if is_module else workflow.config_settings.config)))
 
 try:
     plan = make_plan(config)
@@ -62,6 +61,9 @@ def get_pool_means(wildcards):
 
 def get_results(wildcards):
     """All that a finished run holds; of a pool, its shards."""
+    if plan.awaits_prompts:
+        checkpoints.fetch_prompts.get()  # raises until they are here; then Snakemake asks again
+        plan.look_again()
     if plan.config.pools.only:
         return get_completions(wildcards)
     return [

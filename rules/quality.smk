@@ -8,11 +8,7 @@ rule canary:
         index=ancient(layout.prompt_index),
         servers=[layout.ready(name) for name in plan.config.server_names],
     output:
-        report=report(
-            layout.canary,
-            caption="captions/canary.rst",
-            category="Proof",
-        ),
+        report=layout.canary,
     log:
         layout.log("quality", "canary.log"),
     benchmark:

@@ -49,7 +49,7 @@ onerror:
     )
 
 
-def chain(name, own):
+def keep_handler(name, own):
     """Have a handler of this module run before the main workflow's own, be that defined above or below.
 
     Snakemake leaves a module's handlers alone, but a run without its lock could write the same files twice.
@@ -67,6 +67,6 @@ def chain(name, own):
 
 
 if is_module:
-    chain("onstart", onstart)
-    chain("onsuccess", onsuccess)
-    chain("onerror", onerror)
+    keep_handler("onstart", onstart)
+    keep_handler("onsuccess", onsuccess)
+    keep_handler("onerror", onerror)

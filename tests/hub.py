@@ -139,9 +139,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(503, {})
         if hub.refuse:
             return self._refuse(*hub.refuse)
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
+        if match := re.fullmatch(r"/api/(?:models/|(?=datasets/))((?:datasets/)?[^/]+/[^/]+)(?:/revision/(.+))?", path):
             return self._list(match[1], match[2] or "main")
-        if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+        if match := re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             return self._file(request, *match.groups())
         return self._refuse(404, {})
 

@@ -98,6 +98,6 @@ def test_a_module_is_locked_too(workspace: Callable[..., Workspace]) -> None:
     first = study.start()
     study.await_journal(1, first)
     study.code = study.folder
-    result = study.run("--nolock")
+    result = study.run("--workflow-profile", str(REPO / "profiles" / "default"))
     assert result.code and "another Shardmill run is live" in result.output
     assert first.wait().code == 0

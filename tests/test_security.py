@@ -18,6 +18,8 @@ from shardmill.config import Config
 from shardmill.engines.base import ServerPlace
 from shardmill.engines.sglang import SGLang
 from shardmill.layout import slug
+from shardmill.load_config import load_config
+from shardmill.report.page import write_report
 from tests.pipeline import REPO, Workspace, check_complete, check_nothing_left, check_sent_once, eventually
 from tests.sglang import fake_python
 
@@ -60,7 +62,7 @@ def listening(work: Workspace) -> set[str]:
     return {c.laddr.ip for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN and c.pid in own}
 
 
-def test_a_run_keeps_its_secrets_and_bears_any_prompt(work: Workspace) -> None:
+def test_a_run_keeps_its_secrets_and_bears_any_prompt(work: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     command = work.start()
     eventually(lambda: work.status("0").get("state") == "ready" and work.status("1").get("state") == "ready", "servers")
     key = work.path("servers", "api_key").read_text().strip()
@@ -93,20 +95,14 @@ def test_a_run_keeps_its_secrets_and_bears_any_prompt(work: Workspace) -> None:
         }
     assert not list(work.folder.parent.rglob("*pwned*")) and not Path("/tmp/pwned").exists()
     assert not (REPO / "pwned").exists()
+    monkeypatch.chdir(work.folder)
+    page = write_report(load_config(work.settings)).read_text()
+    assert "What does mill" in page, "it shows examples"
+    assert "<script>document" not in page and "<img src=x" not in page and "<style>*{" not in page
     # Nor do they draw on the console.
     assert "\x1b]0;pwned" not in command.output
     check_sent_once(work)
     check_nothing_left(work)
-
-
-def test_the_report_shows_any_text_as_text(workspace: Callable[..., Workspace], finished: Workspace) -> None:
-    """A finished run whose records say what they like, read by the page that people open in a browser."""
-    pages = pytest.importorskip("shardmill.report.page")
-    examples = pytest.importorskip("shardmill.report.examples")
-    for text in NASTY:
-        escaped = pages.esc(text)
-        assert "<" not in escaped and ">" not in escaped and '"' not in escaped
-    assert examples
 
 
 # Code from the hub
@@ -142,7 +138,7 @@ def test_servers_bind_to_this_machine_unless_told_otherwise() -> None:
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "x" * 101, "a\nb", "a b", "..", "x/../../y"])
 def test_a_run_name_cannot_leave_its_folder(name: str) -> None:
-    with pytest.raises(ValueError, match="run.name|String should match"):
+    with pytest.raises(ValueError, match=r"String should match"):
         Config.model_validate({"run": {"name": name}, "prompts": {"path": "p"}, "model": {"source": "m"}})
 
 

@@ -410,6 +410,44 @@ class TestTurns:
         check(row, model, START + opened, (said[0],), "\n" + user("And?") + HEAD + opened, (said[1],))
         assert report["notes"].get("conversations_split_by_turn", 0) == 0
 
+    def test_loss_on_all_with_a_turn_that_was_cut_off(self, tmp_path: Path) -> None:
+        model = make_model(tmp_path / "model", OPENED)
+        record = completion("a", *TWO_TURNS, turns=2)
+        record["turns"][0]["finish_reason"] = "length"
+        view = View(tmp_path, model, [record])
+        view.make(loss_on="all")
+        (row,) = view.rows()
+        first, opened = "First.\n</think>\n\nWheat.", "<think>\n"
+        between = "<|im_end|>\n" + user("And?") + HEAD + opened
+        check(row, model, START + opened, (first,), between, ("Second.\n</think>\n\nRye.<|im_end|>",))
+
+    def test_loss_on_all_where_later_turns_change_earlier_ones(self, tmp_path: Path) -> None:
+        """All words are still there, but not as the model saw them when it answered the first turn."""
+        find = "{%- set users = messages | selectattr('role', 'equalto', 'user') | list -%}\n"
+        mark = "{%- if m.role == 'user' and m != users[-1] %}{{ '[old] ' }}{% endif -%}\n"
+        model = make_model(tmp_path / "model", find + OPENED.replace("{{- m.content", mark + "{{- m.content"))
+        view = View(tmp_path, model, [completion("a", *TWO_TURNS[1:], turns=2)])
+        report = view.make(loss_on="all")
+        assert report["notes"]["conversations_split_by_turn"] == 1
+        first, second = view.rows()
+        opened = "<think>\n"
+        check(first, model, user("What?") + HEAD + opened, ("First.\n</think>\n\nWheat.<|im_end|>",))
+        before = user("[old] What?") + HEAD + "Wheat.<|im_end|>\n" + user("And?") + HEAD + opened
+        check(second, model, before, ("Second.\n</think>\n\nRye.<|im_end|>",))
+
+    def test_loss_on_all_with_a_token_over_a_border(self, tmp_path: Path) -> None:
+        """It shows only when the conversation is tokenized: then, too, it becomes a row per turn."""
+        model = make_model(tmp_path / "model", PLAIN)
+        turns = (message("user", "What?"), message("assistant", "\nWheat."), message("user", "And?"))
+        record = completion("a", *turns, message("assistant", "Rye."), turns=2)
+        view = View(tmp_path, model, [record], thinking={"enabled": None})
+        report = view.make(loss_on="all", min_supervised_tokens=1)
+        assert report["notes"]["conversations_split_by_turn"] == 1 and report["samples"] == 2
+        first, second = view.rows()
+        prompt, answer = (reference(model, text)[0] for text in (user("What?") + HEAD, "\nWheat.<|im_end|>"))
+        assert first["input_ids"] == prompt + answer and sum(first["loss_mask"]) == len(answer)
+        check(second, model, user("What?") + HEAD + "\nWheat.<|im_end|>\n" + user("And?") + HEAD, ("Rye.<|im_end|>",))
+
     def test_turns_that_the_input_brought_are_never_supervised(self, tmp_path: Path, model: Path) -> None:
         given = [message(m["role"], m["content"]) for m in TWO_TURNS[:4]]
         view = View(tmp_path, model, [completion("a", *given, TWO_TURNS[4])])

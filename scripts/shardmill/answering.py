@@ -221,8 +221,8 @@ class Answering:
         for flight in flights:
             server = self._pool.servers[flight.server]
             gone = server.instance > flight.instance  # the engine it was sent to is no more
-            most = self._most_tokens(flight)
-            if gone or server.lost(flight.sent_at, flight.pace, most):
+            lost = gone or server.lost(flight.sent_at, flight.pace, self._most_tokens(flight))
+            if lost and not flight.call.has_news():
                 log.warning(
                     "server %s no longer works on prompt %s; it is sent again",
                     server.place.name,
@@ -237,7 +237,7 @@ class Answering:
     def _hedge(self, executor: ThreadPoolExecutor) -> None:
         """When fewer requests than slots remain: send each to a second server as well."""
         with self._lock:
-            alone = [f for f in self._in_flight.values() if f.twin is None and not f.beaten] if not self._todo else []
+            alone = [] if self._todo else [flight for flight in self._in_flight.values() if _is_alone(flight)]
         slots = self._pool.slots()
         if not alone or not self._ledger.nobody_waits():
             return
@@ -249,7 +249,7 @@ class Answering:
             if server is None:
                 continue
             with self._lock:
-                arrived = id(flight) not in self._in_flight
+                arrived = id(flight) not in self._in_flight or not _is_alone(flight)
                 if not arrived:
                     copy = self._depart(flight.task, flight.request, server)
                     copy.twin, flight.twin = flight, copy
@@ -299,6 +299,7 @@ class Answering:
             twin = flight.twin
             if flight.beaten or (twin and entry["kind"] == "crash"):
                 return False
+            flight.settled = True
             if twin:
                 twin.beaten, twin.twin, flight.twin = True, None, None
         if twin:
@@ -334,3 +335,8 @@ class Answering:
                     self._done += 1
         self._wake.set()
         return None
+
+
+def _is_alone(flight: Flight) -> bool:
+    """Whether a second copy of this request would be of use."""
+    return flight.twin is None and not flight.beaten and not flight.settled

@@ -43,6 +43,7 @@ class Flight:
         pace: the server's `ServerView.pace` when it was sent.
         twin: the same request at another server, while it is under way (hedging).
         beaten: whether the twin's answer came first.
+        settled: whether its own answer counts.
     """
 
     task: Task
@@ -54,6 +55,7 @@ class Flight:
     pace: float
     twin: Flight | None = None
     beaten: bool = False
+    settled: bool = False
 
 
 class Asker:

@@ -8,6 +8,7 @@ from the server's own figures that no answer will come.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 from typing import Any
@@ -32,6 +33,7 @@ class Call:
     def __init__(self) -> None:
         self.sent = False
         self.aborted = False
+        self.answering = False  # the head of an answer was read
         self._connection: _Tracked | None = None
         self._socket: socket.socket | None = None
 
@@ -46,6 +48,22 @@ class Call:
                 raise ConnectionAbortedError("cut off before it was sent")
             connection.owner = self
             self._connection, self._socket = connection, sock
+
+    def has_news(self) -> bool:
+        """Whether an answer, or the end of the connection, has come that its thread has not dealt with yet.
+
+        A machine that is short of CPU may leave it there for long; the request is not lost for that.
+        """
+        with _owners:
+            if self.answering:
+                return True
+            if self._connection is None or self._connection.owner is not self or self._socket is None:
+                return False
+            with contextlib.suppress(OSError, ValueError):
+                poll = select.poll()
+                poll.register(self._socket, select.POLLIN)
+                return bool(poll.poll(0))
+            return True
 
     def abort(self) -> None:
         """Cut the connection under the request: its thread gets a `RequestException` at once.
@@ -86,7 +104,10 @@ class _Tracked:
         call = getattr(_current, "call", None)
         if call is not None:
             call.sent = True
-        return super().getresponse()  # type: ignore[misc]
+        response = super().getresponse()  # type: ignore[misc]
+        if call is not None:
+            call.answering = True
+        return response
 
     def _attach(self) -> None:
         call: Call | None = getattr(_current, "call", None)

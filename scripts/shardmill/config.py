@@ -53,7 +53,12 @@ class Run(Section):
 class Prompts(Section):
     """The input."""
 
-    path: str = Field(min_length=1, description="JSON lines (plain, .gz or .zst) or Parquet (.parquet).")
+    path: str = Field(
+        min_length=1,
+        description="JSON lines (plain, .gz or .zst) or Parquet (.parquet). Or files of a hub dataset: "
+        "`hf://datasets/owner/name@revision/data/train-*.parquet`; a dataset's configurations and splits are such "
+        "files, and `field` names the column.",
+    )
     field: str | None = Field(
         None,
         description="Field that holds the prompt: a string, or any of the recognised conversation forms. "

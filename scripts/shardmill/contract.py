@@ -104,6 +104,7 @@ class Contract:
                 "model_digest": self.model_digest,
                 "written_at": time.time(),
             },
+            sealed=True,
         )
 
 

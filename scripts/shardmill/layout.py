@@ -60,6 +60,16 @@ class Layout:
 
     # Prompts
     @property
+    def fetched_prompts(self) -> Path:
+        """Prompts that come from a hub, as one local file."""
+        return self.root / "prompts" / "fetched.jsonl.zst"
+
+    @property
+    def fetched_record(self) -> Path:
+        """What was fetched: repo, commit, files."""
+        return self.root / "prompts" / "fetched.json"
+
+    @property
     def prompt_index(self) -> Path:
         return self.root / "prompts" / "index.json"
 

@@ -103,15 +103,17 @@ def _section_at(path: tuple[Any, ...]) -> type[BaseModel] | None:
 def _nearest_keys(location: tuple[Any, ...]) -> list[str]:
     """The known keys, as full paths, that a misplaced or mistyped one most likely means.
 
-    A key that exists elsewhere is misplaced, in all likelihood; else it is looked for in its own section first.
+    A slip of the pen in its own section comes first, then a key of that very name elsewhere, then likeness.
     """
     name, here = str(location[-1]), location[:-1]
     everywhere: dict[str, list[str]] = {}
     for path in key_paths(sections=True):
         everywhere.setdefault(path.rsplit(".", 1)[-1], []).append(path)
+    section = _section_at(here)
+    if section and (close := difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.8)):
+        return [".".join([*map(str, here), close[0]])]
     if name in everywhere:
         return everywhere[name]
-    section = _section_at(here)
     if section and (close := difflib.get_close_matches(name, section.model_fields, n=1)):
         return [".".join([*map(str, here), close[0]])]
     close = difflib.get_close_matches(name, everywhere, n=1, cutoff=0.8)

@@ -25,6 +25,7 @@ from .model.download import manifest_problem
 from .model.staging import staged_file, staging_problem
 from .owner import owner_is_alive
 from .pool_plan import cut, holds, proof_problem
+from .prompts.hub import is_fetched, prompts_file
 from .prompts.shards import damaged_shards
 from .prompts.survey import Survey, cached_survey
 from .shard_files import is_answered, is_complete, locked_model_digest, set_cut_aside
@@ -40,6 +41,17 @@ class Plan:
     @property
     def layout(self) -> Layout:
         return self.config.layout
+
+    @property
+    def awaits_prompts(self) -> bool:
+        """Whether the prompts must come from a hub first; until then there are no shards."""
+        return not self.survey.digests
+
+    def look_again(self) -> None:
+        """Plan anew, with the prompts that have come."""
+        fresh = make_plan(self.config.model_dump())
+        self.__dict__.clear()
+        self.__dict__.update(fresh.__dict__)
 
     @cached_property
     def shards(self) -> list[str]:
@@ -118,6 +130,8 @@ class Plan:
     def opening_line(self) -> str:
         """What there is to do, in one line."""
         config = self.config
+        if self.awaits_prompts:
+            return f"run {config.run.name}: getting the prompts first, {config.prompts.path}"
         todo = f"{len(self.pending)} of {len(self.shards)} shards to make"
         if self.pools:
             todo += f" in {len(self.open_pools)} of {len(self.pools)} pools"
@@ -152,11 +166,18 @@ def make_plan(settings: dict[str, Any]) -> Plan:
     """
     config = load_config(settings)
     contract.check(config)
-    survey = cached_survey(config.prompts.path, config.shards.size, config.layout.prompt_index)
-    plan = Plan(config, survey)
+    plan = Plan(config, _look(config))
     if config.pools.only:
         _check_pool(plan, config.pools.only)
     return plan
+
+
+def _look(config: Config) -> Survey:
+    """A survey of the prompts; an empty one as long as they are not here."""
+    path = prompts_file(config)
+    if not is_fetched(config):
+        return Survey(path, 0, 0, 0, config.shards.size, [])
+    return cached_survey(path, config.shards.size, config.layout.prompt_index)
 
 
 def _check_pool(plan: Plan, pool: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import time
+from pathlib import Path
 
 from . import contract
 from .config import Config
@@ -46,7 +47,7 @@ def _place_api_key(config: Config) -> None:
     """The run's own key, made once; for external servers the key that the user names, or none."""
     path = config.layout.api_key
     if config.engine.kind != "external":
-        if not path.exists():
+        if not _is_secret(path):
             write_bytes(path, secrets.token_urlsafe(32).encode(), mode=0o600)
         return
     name = config.engine.external.api_key_env
@@ -56,6 +57,15 @@ def _place_api_key(config: Config) -> None:
         write_bytes(path, key.encode(), mode=0o600)
     else:
         raise UserError(f"${name} is not set", where="engine.external.api_key_env", hint=f"export {name}=...")
+
+
+def _is_secret(path: Path) -> bool:
+    """Whether a key is there that nobody else could read; one that was lost to damage would leave the servers open."""
+    try:
+        status = path.stat()
+        return not status.st_mode & 0o077 and status.st_uid == os.getuid() and bool(path.read_bytes().strip())
+    except OSError:
+        return False
 
 
 def _sweep(config: Config) -> None:

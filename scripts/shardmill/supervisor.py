@@ -35,8 +35,8 @@ from .errors import UserError
 from .files import read_json, write_bytes
 from .launch import ANY_HOST, OTHER_PORTS_KEY, port_in_use
 from .lease import read_ready, write_ready
-from .monitor.samples import Sampler
 from .model.staging import use_lock
+from .monitor.samples import Sampler
 from .place import place, prepare
 from .process import Identity, own_identity, port_is_free, port_owners, wait_until
 from .readiness import Probe

@@ -396,7 +396,11 @@ def test_thinking_needs_a_reasoning_parser() -> None:
         load_config(settings(reasoning_parser=None) | {"thinking": {"enabled": True}})
 
 
-def test_the_version_is_asked_of_the_package(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_version_is_asked_of_the_package(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
     def launch(workspace: Workspace) -> Config:
         config = load_config(workspace.settings)
         prepare(config, ServerPlace("0", "127.0.0.1", 30000), Path("/m"))
@@ -424,3 +428,22 @@ def test_help_that_is_not_sglangs_is_not_believed() -> None:
     assert FlagTable.from_help("1", "usage: x\n  --model-path M  the model\n") is None
     table = recorded_flags("0.5.23")
     assert FlagTable.from_json(table.to_json()) == table and FlagTable.from_json({"flags": 3}) is None
+
+
+def test_of_a_dead_servers_log_the_telling_lines_are_picked() -> None:
+    log = """[2026-11-30 10:12:00] server_args=ServerArgs(model_path='m', abort_on_priority=False, error='failed')
+[2026-11-30 10:12:01 TP0] SGLANG_CPU_OMP_THREADS_BIND is set. You need ... to avoid the out-of-memory error.
+[2026-11-30 10:12:01] OpenAI Responses API (/v1/responses) disabled: init failed (ModuleNotFoundError: No module)
+[2026-11-30 10:12:02 TP0] Scheduler hit an exception: Traceback (most recent call last):
+  File "scheduler.py", line 1, in run
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.
+[2026-11-30 10:12:03] Subprocess scheduler_0 (pid=9) crashed with exit code -9. Triggering SIGQUIT for cleanup...
+[2026-11-30 10:12:03] SIGQUIT received. signum=None, frame=None. It usually means one child failed.
+[2026-11-30 10:12:03] Decode batch, #running-req: 8, #token: 518
+"""
+    found = SGLang().telling_lines(log)
+    assert found == [
+        "Scheduler hit an exception: Traceback (most recent call last):",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "Subprocess scheduler_0 (pid=9) crashed with exit code -9. Triggering SIGQUIT for cleanup...",
+    ]

@@ -5,7 +5,6 @@ Needs the environment of build_env.py (`make test-sglang` builds it); without it
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 from tests.pipeline import (
     Command,
     Workspace,
-    check_complete,
     check_nothing_left,
     check_sent_once,
     prompts,
@@ -34,7 +32,7 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]
 # Answers of a length that the model does not choose, so that there is always something in flight to be lost.
-SLOW = {"max_tokens": 1500, "extra": {"min_tokens": 700}}
+SLOW = {"max_tokens": 700, "extra": {"min_tokens": 250}}
 KEPT = {"quality": {"actions": {"truncated": "accept", "unclosed_thought": "accept", "empty": "accept"}}}
 PATIENCE = 600  # seconds: a start alone takes 30 s on two idle cores, and minutes on busy ones
 
@@ -73,13 +71,13 @@ def await_answers(workspace: Workspace, count: int, command: Command) -> None:
 
 def test_a_run_through_a_killed_and_a_hung_scheduler(make: Callable[..., Workspace]) -> None:
     """Server 0's scheduler is killed in mid-run, server 1's is stopped: both come back, and nothing is lost."""
-    workspace = make(servers={"stall_after": 25, "max_restarts": 9}, sampling=SLOW, shards={"size": 60}, **KEPT)
-    records = prompts(240)
+    workspace = make(servers={"stall_after": 25, "max_restarts": 9}, sampling=SLOW, shards={"size": 25}, **KEPT)
+    records = prompts(100)
     too_long = {"id": "too-long", "prompt": "hello there " * 6000}
     records.insert(17, too_long)
     workspace.write_prompts(records)
     command = workspace.start()
-    await_answers(workspace, 30, command)
+    await_answers(workspace, 16, command)
     scheduler(workspace, "0").kill()
     stopped = scheduler(workspace, "1")
     stopped.suspend()
@@ -99,6 +97,8 @@ def test_a_run_through_a_killed_and_a_hung_scheduler(make: Callable[..., Workspa
     # One request for it: such an answer of the engine is final.
     assert [entry["verdict"] for entry in workspace.journal() if entry["id"] == "too-long"] == ["too_long"]
     check_sent_once(workspace)
+    for record in completions:
+        assert len(record["token_ids"]["completion"]) == record["usage"]["completion_tokens"]
     servers = workspace.json("dataset", "manifest.json")["engine"]["servers"]
     assert [server["facts"]["version"] for server in servers] == ["0.5.23"] * 2
     assert all(server["facts"]["effective_max_running_requests"] == 8 for server in servers)
@@ -109,39 +109,25 @@ def test_a_run_through_a_killed_and_a_hung_scheduler(make: Callable[..., Workspa
 
 
 def test_sigterm_and_a_kv_cache_too_small_for_what_runs(make: Callable[..., Workspace]) -> None:
-    """With room for two of eight requests SGLang takes back what it began; a run told to stop goes on where it was."""
-    workspace = make({"max_total_tokens": 2000}, sampling=SLOW | {"max_tokens": 900}, shards={"size": 40}, **KEPT)
-    workspace.write_prompts(prompts(80))
+    """With room for three of eight requests SGLang takes back what it began; a run told to stop goes on where it was."""
+    workspace = make({"max_total_tokens": 1200}, sampling=SLOW, shards={"size": 20}, **KEPT)
+    workspace.write_prompts(prompts(40))
     command = workspace.start()
-    await_answers(workspace, 20, command)
+    await_answers(workspace, 8, command)
     command.kill_main(signal.SIGTERM)
     result = command.wait(PATIENCE)
     assert result.code != 0 and "Traceback" not in result.output
     done = workspace.journal_lines()
-    assert 20 <= done < 80
+    assert 8 <= done < 40
     eventually(
         lambda: not [p for p in workspace.processes() if "sglang" in " ".join(p.cmdline())], "the end of all servers"
     )
     finish(workspace)
-    ids = [record["id"] for record in prompts(80)]
+    ids = [record["id"] for record in prompts(40)]
     completions, rejects = read_dataset(workspace)
     assert sorted(record["id"] for record in completions + rejects) == ids
     check_sent_once(workspace)
+    assert workspace.start().wait(PATIENCE).did_nothing
     logs = "".join(path.read_text() for path in workspace.path("logs", "servers").glob("*.engine.log"))
     assert "retract" in logs.lower(), "nothing was taken back, so this shows nothing"
     check_nothing_left(workspace)
-
-
-def test_a_plain_run_is_complete(make: Callable[..., Workspace]) -> None:
-    workspace = make()
-    workspace.write_prompts(prompts(40))
-    finish(workspace)
-    completions = check_complete(workspace, [record["id"] for record in prompts(40)])
-    assert len(completions) == 40
-    for record in completions:
-        assert record["messages"][-1]["reasoning_content"].strip()
-        assert len(record["completion_token_ids"]) == record["usage"]["completion_tokens"]
-    check_sent_once(workspace)
-    check_nothing_left(workspace)
-    assert workspace.run().did_nothing
-    assert os.access(workspace.path("dataset", "manifest.json"), os.R_OK)

@@ -40,7 +40,7 @@ _TROUBLE = re.compile(
 # All the settings on one line, about single requests, or of no consequence.
 _NOISE = re.compile(
     r"server_args=|ServerArgs\(|Ignore import error|During handling of the above|^Traceback|BadRequestError|"
-    r"\bWARNING\b|FutureWarning|DeprecationWarning"
+    r"\bWARNING\b|FutureWarning|DeprecationWarning|SGLANG_CPU_OMP_THREADS_BIND|Responses API|SIGQUIT received"
 )
 
 

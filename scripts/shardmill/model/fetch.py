@@ -263,7 +263,8 @@ class Download:
         from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-        url = hf_hub_url(self.fetch.job.repo, self.file.name, revision=self.fetch.commit)
+        job = self.fetch.job
+        url = hf_hub_url(job.repo, self.file.name, repo_type=job.kind, revision=self.fetch.commit)
         headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
         if self.position:
             headers["Range"] = f"bytes={self.position}-"

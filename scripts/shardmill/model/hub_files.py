@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ class FetchJob:
         revision: branch, tag or commit.
         store: folder of this repo and selection; the files go to `<store>/<commit>/`.
         patterns, trust_remote_code, prefer_gguf: see `selection.choose_files`.
+        kind: `model`, or `dataset`, of which exactly the files that match a pattern are taken.
     """
 
     repo: str
@@ -32,6 +34,7 @@ class FetchJob:
     patterns: tuple[str, ...] = ()
     trust_remote_code: bool = False
     prefer_gguf: bool = False
+    kind: str = "model"
 
     def to_json(self) -> str:
         return orjson.dumps(asdict(self)).decode()
@@ -66,7 +69,7 @@ def list_repo(job: FetchJob) -> tuple[str, list[RemoteFile]]:
     """The commit that the revision means now, and the files of that commit."""
     from huggingface_hub import HfApi
 
-    info = HfApi().model_info(job.repo, revision=job.revision, files_metadata=True, timeout=30)
+    info = HfApi().repo_info(job.repo, repo_type=job.kind, revision=job.revision, files_metadata=True, timeout=30)
     if not re.fullmatch(r"[0-9a-f]{40}", info.sha or ""):
         raise UserError("the hub names no commit", hint="check HF_ENDPOINT")
     if re.fullmatch(r"[0-9a-f]{40}", job.revision) and info.sha != job.revision:
@@ -88,18 +91,17 @@ def select(listed: list[RemoteFile], job: FetchJob) -> list[RemoteFile]:
     for file in listed:
         if file.name.startswith("/") or ".." in re.split(r"[/\\]", file.name):
             raise UserError(f"the repo holds a file named {file.name!r}, which leads out of its folder; refused")
-    names = choose_files(
-        [file.name for file in listed],
-        job.patterns,
-        trust_remote_code=job.trust_remote_code,
-        prefer_gguf=job.prefer_gguf,
-    )
+    names = _names(listed, job)
     chosen = [file for file in listed if file.name in set(names)]
     for file in chosen:
         if not is_safe_name(file.name):
             raise UserError(f"the repo holds a file with an unsafe name, {file.name!r}; refused")
         if file.size < 0 or not (file.sha256 or file.git_sha1):
             raise UserError(f"the hub lists no size or hash for {file.name}, so it cannot be verified")
+    if job.kind == "dataset":
+        if not chosen:
+            raise UserError(f"the repo holds no file {', '.join(job.patterns)}", hint="see its files on the hub")
+        return chosen
     if not chosen:
         asked = f" that match model.files {list(job.patterns)}" if job.patterns else ""
         raise UserError(f"the repo holds no files{asked}", hint="check `model.source` and `model.files`")
@@ -107,6 +109,13 @@ def select(listed: list[RemoteFile], job: FetchJob) -> list[RemoteFile]:
     check_model_files(names, "")
     entry_name(names, "")
     return chosen
+
+
+def _names(listed: list[RemoteFile], job: FetchJob) -> list[str]:
+    names = [file.name for file in listed]
+    if job.kind == "dataset":
+        return [name for name in names if any(fnmatchcase(name, pattern) for pattern in job.patterns)]
+    return choose_files(names, job.patterns, trust_remote_code=job.trust_remote_code, prefer_gguf=job.prefer_gguf)
 
 
 def safe_target(folder: Path, name: str) -> Path:

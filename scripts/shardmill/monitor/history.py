@@ -159,8 +159,8 @@ class ServerHistory:
             self.events.append(Event(sample.at, kind, self.name, text))
 
         before = last.state if last else ""
-        if sample.state == before:
-            return
+        if sample.state == before or (last is None and sample.state != "starting"):
+            return  # what was before the first sample that is read is not known
         if sample.state == "restarting":
             add("down", sample.message or "restarting")
         elif sample.state == "failed":

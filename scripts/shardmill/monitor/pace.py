@@ -78,7 +78,7 @@ class _Noise:
 def slow_servers(history: History, config: Config) -> Iterator[Alarm]:
     """Servers below `slow_below` of their peers' median over `slow_minutes` or longer, and surely so."""
     rules = config.monitor.alarms
-    line, sure = rules.slow_below + 0.025, 0.5 * (1.025 - rules.slow_below) / 0.125
+    line, sure = rules.slow_below + 0.02, 5 * (1 - rules.slow_below)
     paces: dict[str, _Pace] = defaultdict(lambda: _Pace(ratios=deque(maxlen=max(60, rules.slow_minutes + 1))))
     noise = _Noise()
     first, end = history.span
@@ -97,7 +97,7 @@ def slow_servers(history: History, config: Config) -> Iterator[Alarm]:
             if pace.since is None:
                 if mean < rules.slow_below and pace.deficit > max(sure, 6 * noise.sigma):
                     pace.since = pace.began
-            elif mean > (1 + rules.slow_below) / 2:
+            elif pace.mean(2 * rules.slow_minutes) > (1 + rules.slow_below) / 2:
                 yield _slow(history, name, pace, number)
                 pace.since, pace.deficit = None, 0.0
     for name, pace in paces.items():

@@ -140,9 +140,8 @@ class SampleLog:
                 stream.write(content)
             self.path.unlink()
         for segment in segments(self.path):
-            with contextlib.suppress(OSError):
-                if now - segment.stat().st_mtime > self._keep:
-                    segment.unlink()
+            if now - _segment_start(segment) > self._keep + self._segment:
+                segment.unlink(missing_ok=True)
         self._open(now)
 
     def close(self) -> None:

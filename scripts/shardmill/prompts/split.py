@@ -19,6 +19,7 @@ from ..errors import UserError
 from ..files import atomic_writer, fsync_folder, write_json
 from ..ids import IdsDigest, id_digest
 from ..logs import get_logger
+from .hub import prompts_file
 from .records import PromptRecord, Unusable, read_record
 from .seen import Candidates, SeenIds, key_of
 from .shards import damaged_shards, make_durable, read_shard, sweep, write_shard, writing
@@ -49,7 +50,7 @@ def split(config: Config) -> dict[str, Any]:
         UserError: if the input cannot be read, changes meanwhile, holds no usable record or (with
             `prompts.duplicates: refuse`) the same id twice; or if the disk refuses.
     """
-    source = open_source(config.prompts.path)
+    source = open_source(prompts_file(config))
     with writing(config.layout.prompt_index):
         config.layout.prompt_index.unlink(missing_ok=True)
     contested: frozenset[bytes] = frozenset()

@@ -129,5 +129,5 @@ def thousands(axes: Axes) -> None:
     """Plain numbers with separators along y, from 0."""
     from matplotlib.ticker import FuncFormatter
 
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axes.set_ylim(bottom=0)
