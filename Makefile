@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help env dev slurm run monitor report test test-slurm test-sglang bench lint lock docs clean
+.PHONY: help env dev slurm run monitor report test chaos test-slurm test-sglang bench lint lock docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST) | column -s: -t
@@ -34,6 +34,9 @@ report: env ## its report, finished or not
 
 test: dev ## all tests
 	@$(BIN)/python -m pytest -q -m "not slurm"
+
+chaos: dev ## whole runs under seeded kills, full disks and damage: make chaos RUNS=20 SEED=1 (docs/reliability.md)
+	@$(BIN)/python -m tests.chaos --runs $(or $(RUNS),20) --seed $(or $(SEED),1)
 
 bench: dev ## how full the servers are, and what a shard job costs (minutes; see docs/benchmarks.md)
 	@PYTHONPATH=scripts:. $(BIN)/python -m benchmarks.client_cost

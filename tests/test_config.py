@@ -131,7 +131,7 @@ def test_a_key_in_the_wrong_section_is_told_its_place():
         ("samplng", "sampling"),
         ("sampling.temprature", "sampling.temperature"),
         ("sampling.max_token", "sampling.max_tokens"),
-        ("servers.gpu", "servers.gpus"),
+        ("servers.prot", "servers.port"),
         ("engine.sglang.context_len", "engine.sglang.context_length"),
         ("temprature", "sampling.temperature"),
         ("servers.temprature", "sampling.temperature"),

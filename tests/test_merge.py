@@ -42,7 +42,7 @@ def test_the_dataset_is_one_frame_in_input_order(finished: Config) -> None:
     frame.decompress(path.read_bytes())
     assert frame.eof and frame.unused_data == b""
     assert manifest["counts"]["accepted"] == SHARDS * PROMPTS
-    assert verify(path.parent) == json.loads(finished.layout.manifest.read_bytes())
+    assert verify(path.parent) == read_json(finished.layout.manifest)
 
 
 def test_rejects_and_unusable_lines_stand_in_input_order(finished: Config) -> None:

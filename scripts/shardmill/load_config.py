@@ -103,17 +103,16 @@ def _section_at(path: tuple[Any, ...]) -> type[BaseModel] | None:
 def _nearest_keys(location: tuple[Any, ...]) -> list[str]:
     """The known keys, as full paths, that a misplaced or mistyped one most likely means.
 
-    A slip of the pen in its own section comes first, then a key of that very name elsewhere, then likeness.
+    A slip of the pen in its own section comes first, and a key of that very name elsewhere; failing both, likeness.
     """
     name, here = str(location[-1]), location[:-1]
     everywhere: dict[str, list[str]] = {}
     for path in key_paths(sections=True):
         everywhere.setdefault(path.rsplit(".", 1)[-1], []).append(path)
     section = _section_at(here)
-    if section and (close := difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.8)):
-        return [".".join([*map(str, here), close[0]])]
-    if name in everywhere:
-        return everywhere[name]
+    slips = difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.85) if section else []
+    if slips or name in everywhere:
+        return [*(".".join([*map(str, here), slip]) for slip in slips), *everywhere.get(name, [])]
     if section and (close := difflib.get_close_matches(name, section.model_fields, n=1)):
         return [".".join([*map(str, here), close[0]])]
     close = difflib.get_close_matches(name, everywhere, n=1, cutoff=0.8)
