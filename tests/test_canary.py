@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
+from shardmill.canary import check_prompt_tokens, judge_prompts
+from shardmill.config import Config
+from shardmill.conversation import Conversation
+from shardmill.errors import UserError
+from shardmill.files import write_json
+from shardmill.generate import make_terms
+from shardmill.load_config import load_config
+from shardmill.training.tokenizer import count_prompt_tokens, load_tokenizer, template_arguments
 from tests.pipeline import Workspace, check_complete, check_sent_once, prompts
+from tests.test_training import make_model
 
 Make = Callable[..., Workspace]
 
@@ -110,3 +119,44 @@ def test_a_bad_answer_is_asked_again_with_another_seed(workspace: Make, models: 
         assert record["sampling"]["temperature"] == (0.9 if len(seeds) == 2 else 1.0)
         assert record["sampling"]["seed"] == seeds[-1]
     check_sent_once(work)
+
+
+@pytest.fixture
+def sample(tmp_path: Path) -> tuple[Config, list[Conversation]]:
+    """Eight answered prompts of a model with a tokenizer, with the true counts of their prompt tokens."""
+    folder = make_model(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text("{}")
+    config = load_config(
+        {
+            "run": {"results": str(tmp_path / "results")},
+            "prompts": {"path": str(tmp_path / "prompts.jsonl")},
+            "model": {"source": str(folder)},
+            "thinking": {"enabled": True},
+        }
+    )
+    write_json(config.layout.model_manifest, {"folder": str(folder), "entry": str(folder), "digest": "d"})
+    tokenizer, terms = load_tokenizer(folder), make_terms(config, "d")
+    conversations = []
+    for number in range(8):
+        messages = [{"role": "user", "content": f"Please tell me all that there is to know of number {number}. " * 9}]
+        conversation = Conversation({"id": f"p{number}", "line": number + 1, "messages": messages}, terms)
+        tokens = count_prompt_tokens(tokenizer, messages, None, template_arguments(config))
+        conversation.answers.append({"usage": {"prompt_tokens": tokens}})
+        conversations.append(conversation)
+    return config, conversations
+
+
+def test_the_servers_and_the_models_own_tokenizer_agree(sample: tuple[Config, list[Conversation]]) -> None:
+    check = check_prompt_tokens(*sample)
+    assert (check["checked"], check["differing"]) == (8, 0)
+    judge_prompts(sample[0], check)
+
+
+def test_a_server_that_cuts_prompts_off_is_caught(sample: tuple[Config, list[Conversation]]) -> None:
+    config, conversations = sample
+    for conversation in conversations:
+        conversation.answers[0]["usage"]["prompt_tokens"] //= 2
+    check = check_prompt_tokens(config, conversations)
+    assert check["differing"] == 8
+    with pytest.raises(UserError, match="8 of 8 sample prompts with another number of tokens"):
+        judge_prompts(config, check)

@@ -10,23 +10,28 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from .answering import Answering, Task
 from .config import Config
 from .conversation import Conversation, Terms
 from .errors import UserError
-from .files import read_json, write_json
+from .files import read_json, read_json_or_none, write_json
 from .generate import make_terms
 from .journal import Journal
 from .layout import Layout
 from .pool_plan import holds
 from .prompts.shards import read_shard
 from .quality.verdicts import RateGate, rate_table
+from .training.tokenizer import count_prompt_tokens, load_tokenizer, template_arguments
 
 # A canary never takes more than this share of the input, nor fewer than this many prompts.
 MOST_OF_INPUT = 10
 FEWEST = 4
+# Engines differ by a token or so in how they begin a prompt; what matters is text that is missing or added.
+PROMPT_SLACK = 2
+PROMPT_SLACK_SHARE = 0.01
 
 
 def sample_positions(total: int, wanted: int) -> list[int]:
@@ -66,7 +71,9 @@ class Canary:
             self.answering.run(tasks)
             conversations = [task.conversation for task in tasks]
             report = _report(self.config, conversations, sent=self.answering.sent, seconds=time.monotonic() - started)
+            report["prompt_tokens"] = prompt_check = check_prompt_tokens(self.config, conversations)
             judge_sample(self.config, conversations, report)
+            judge_prompts(self.config, prompt_check)
         write_json(self.layout.canary, report)
         return report
 
@@ -129,6 +136,59 @@ def judge_sample(config: Config, conversations: Sequence[Conversation], report: 
         f"{table}\n{MEANING.get(worst, 'See the examples above.')}\n",
         where="canary",
         hint="mend the cause and run the same command again (`quality.canary.skip: true` runs without this check)",
+    )
+
+
+def check_prompt_tokens(config: Config, conversations: Sequence[Conversation]) -> dict[str, Any]:
+    """The servers' count of each first prompt against a local one with the model's own tokenizer and template.
+
+    A prompt that is cut off, or put into another template, on its way shows here and nowhere else. Without
+    tokenizer files (a single GGUF), or before there is an answer, nothing is checked and the report says so.
+    """
+    tokenizer = _tokenizer(config)
+    arguments = template_arguments(config) if tokenizer is not None else {}
+    checked, differing = 0, []
+    for conversation in conversations:
+        if not conversation.answers or tokenizer is None:
+            continue
+        answered = conversation.answers[0]
+        here = count_prompt_tokens(tokenizer, conversation.first_messages, conversation.prompt.get("tools"), arguments)
+        there = answered["usage"].get("prompt_tokens")
+        if here is None or there is None:
+            continue
+        checked += 1
+        if abs(here - there) > max(PROMPT_SLACK, here * PROMPT_SLACK_SHARE):
+            differing.append({"id": conversation.id, "server": there, "local": here})
+    return {"checked": checked, "differing": len(differing), "examples": differing[:3]}
+
+
+def judge_prompts(config: Config, check: dict[str, Any]) -> None:
+    """Stop the run if the servers read other prompts than were sent.
+
+    Raises:
+        UserError: with both counts of some prompts.
+    """
+    gate = RateGate(config.quality.canary.max_bad_rate, min_samples=1)
+    if not check["checked"] or not gate.fails(check["differing"], check["checked"]):
+        return
+    examples = ", ".join(f"{e['id']}: {e['server']} against {e['local']}" for e in check["examples"])
+    raise UserError(
+        f"the servers read {check['differing']} of {check['checked']} sample prompts with another number of tokens "
+        f"than the model's own tokenizer and chat template make of them ({examples})",
+        where="canary",
+        hint="see that servers and model folder have one chat template, and that nothing cuts prompts off",
+    )
+
+
+def _tokenizer(config: Config) -> Any | None:
+    """The model's tokenizer, or None where its files hold none."""
+    manifest = read_json_or_none(config.layout.model_manifest)
+    if not manifest or str(manifest["entry"]).endswith(".gguf"):
+        return None
+    return load_tokenizer(
+        Path(manifest["folder"]),
+        chat_template=config.model.chat_template,
+        trust_remote_code=config.model.trust_remote_code,
     )
 
 

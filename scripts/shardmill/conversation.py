@@ -70,17 +70,22 @@ class Conversation:
     _ahead: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        messages = self.prompt["messages"]
-        if not self.terms.all_turns:
-            self._history = list(messages)
-            return
-        first_user = next(i for i, message in enumerate(messages) if message["role"] == "user")
-        self._history = list(messages[: first_user + 1])
-        self._ahead = list(messages[first_user + 1 :])
+        self._history = self.first_messages
+        if self.terms.all_turns:
+            self._ahead = list(self.prompt["messages"][len(self._history) :])
 
     @property
     def id(self) -> str:
         return self.prompt["id"]
+
+    @property
+    def first_messages(self) -> list[dict[str, Any]]:
+        """What the first request holds."""
+        messages = self.prompt["messages"]
+        if not self.terms.all_turns:
+            return list(messages)
+        first_user = next(i for i, message in enumerate(messages) if message["role"] == "user")
+        return list(messages[: first_user + 1])
 
     @property
     def messages(self) -> list[dict[str, Any]]:
