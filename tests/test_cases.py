@@ -212,3 +212,28 @@ def test_a_port_taken_between_check_and_bind(workspace: Callable[..., Workspace]
     check_complete(work, [record["id"] for record in prompts(40)])
     check_sent_once(work)
     check_nothing_left(work)
+
+
+# Files of a finished shard that are not what they were, with nothing else that would have Snakemake look at it
+
+
+@pytest.mark.parametrize("name", ["stats/00001.json", "rejected/00001.jsonl.zst", "completions/00001.jsonl.zst"])
+@pytest.mark.parametrize("harm", ["remove", "truncate", "flip"])
+def test_a_harmed_file_of_a_shard_is_written_again(finished: Workspace, name: str, harm: str) -> None:
+    finished.configure(quality={"canary": {"skip": True}})
+    path, before = finished.path(name), finished.journal()
+    content = bytearray(path.read_bytes())
+    for part in finished.path("dataset").iterdir():
+        part.unlink()
+    if harm == "remove":
+        path.unlink()
+    else:
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content[: len(content) // 2] if harm == "truncate" else content)
+    result = finished.run()
+    if result.code:  # a flipped bit of a shard's file shows when it is merged
+        assert "run the same command again" in result.error()
+        finished.finish()
+    check_complete(finished, [record["id"] for record in prompts(20)])
+    assert finished.journal() == before, "nothing was asked again"
+    check_nothing_left(finished)

@@ -228,11 +228,13 @@ def clear_lies(plan: Plan) -> list[str]:
 
 
 def _clear_cut_files(plan: Plan) -> list[str]:
-    """Set aside completions that are not of the size that was written; of a run left to pools, each sees to its own."""
+    """Set aside completions whose files are not those that were written; with pools, each sees to its own."""
     if plan.pools:
         return []
     set_aside = {shard: path for shard in sorted(plan.pending) if (path := set_cut_aside(plan.layout, shard))}
-    return [f"shard {shard} is written anew: its files were damaged ({path})" for shard, path in set_aside.items()]
+    return [
+        f"shard {shard} is written anew: its files are missing or damaged ({path})" for shard, path in set_aside.items()
+    ]
 
 
 def _clear_proofs(plan: Plan) -> list[str]:

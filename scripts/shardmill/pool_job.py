@@ -62,6 +62,8 @@ class PoolJob:
         self._told_to_stop = False
         self._inner: subprocess.Popen[bytes] | None = None
         self._is_over_time = False
+        self._before: dict[str, int] = {}
+        self._again_in_vain = False
 
     def run(self) -> dict[str, Any]:
         """Make the shards; returns the proof that they are made.
@@ -72,8 +74,9 @@ class PoolJob:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._pass_on)
         self._take_over()
-        before = self._work_left()
-        write_json(self.layout.pool_job, {"job": self.job, "host": socket.gethostname(), "left": before})
+        self._before, last = self._work_left(), read_json_or_none(self.layout.pool_job) or {}
+        self._again_in_vain = last.get("left") == self._before
+        write_json(self.layout.pool_job, {"job": self.job, "host": socket.gethostname(), "left": self._before})
         for shard in clear_damaged(self.layout, self._plan().shards):
             log.info("pool %s: shard %s is made again: its files are damaged", self.pool, shard)
         plan = self._plan()
@@ -87,7 +90,7 @@ class PoolJob:
         left = self._plan().pending
         if not left:
             return write_proof(self.config, self.pool, plan.shards)
-        raise self._unfinished(sorted(left), before)
+        raise self._unfinished(sorted(left))
 
     def _plan(self) -> Plan:
         settings = self.config.model_dump()
@@ -239,18 +242,18 @@ class PoolJob:
         """Bytes of the journals of the shards that are to be made: what two starts in vain have in common."""
         return {shard: _size(self.layout.journal(shard)) for shard in sorted(self._plan().pending)}
 
-    def _unfinished(self, left: list[str], before: dict[str, int]) -> UserError:
+    def _unfinished(self, left: list[str]) -> UserError:
         """Hand the rest back, or say why it stays undone."""
-        where, done = f"pool {self.pool}", len(before) - len(left)
+        where, done = f"pool {self.pool}", len(self._before) - len(left)
         what = f"{len(left)} of its shards are not made yet ({', '.join(left[:5])}{', ...' if len(left) > 5 else ''})"
         again = "finished answers are kept; the same command goes on"
         if self._told_to_stop:
             return UserError(f"stopped; {what}", where=where, hint=again)
         if not self._is_over_time:
             return UserError(what, where=where, hint=f"see {self.layout.log('completions')}; {again}")
-        if self._work_left() == before:
-            hint = "give the job more time, or make `shards.size` smaller"
-            return UserError(f"the job's time was too short to get anything done; {what}", where=where, hint=hint)
+        if self._again_in_vain and self._work_left() == self._before:
+            hint = f"give the job more time; see {self.layout.log('servers')}"
+            return UserError(f"two jobs in a row had no time to get anything done; {what}", where=where, hint=hint)
         log.info("pool %s: %d shards made, %d handed back; the job queues again", self.pool, done, len(left))
         if self.job:
             slurm.requeue(self.job)

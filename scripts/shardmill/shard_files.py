@@ -161,14 +161,15 @@ def _holds(path: Path, part: dict[str, Any]) -> bool:
 
 
 def set_cut_aside(layout: Layout, shard: str) -> Path | None:
-    """Set completions aside that are there but not of the size that was written; returns their new name, or None.
+    """Set completions aside whose files are not those that were written; returns their new name, or None.
 
-    So that they are made again, from the journal, as if they had been removed.
+    So that they are made again, from the journal, as if they had been removed. Snakemake looks at completions alone,
+    and takes missing servers for no reason to make them again.
     """
     stats, path = read_json_or_none(layout.stats(shard)), layout.completions(shard)
-    if not stats or not path.exists() or not layout.rejects(shard).exists():
+    if not path.exists():
         return None
-    whole = _holds(path, stats["completions"]) and _holds(layout.rejects(shard), stats["rejects"])
+    whole = stats and _holds(path, stats["completions"]) and _holds(layout.rejects(shard), stats["rejects"])
     return None if whole else set_aside(path)
 
 

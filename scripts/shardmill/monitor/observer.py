@@ -116,11 +116,17 @@ class Observer:
         return sorted({*self.config.server_names, *self.history.servers}, key=lambda name: (len(name), name))
 
     def _state(self, progress: Progress, is_live: bool) -> str:
+        if progress.shards and progress.shards_done == progress.shards and self._is_proven(progress):
+            return "finished"  # for its last seconds the run is live as well: it makes its report
         if is_live:
             return "running"
-        if self.layout.manifest.exists() and progress.shards and progress.shards_done == progress.shards:
-            return "finished"
         return "stopped" if progress.shards or self.history.servers else "not started"
+
+    def _is_proven(self, progress: Progress) -> bool:
+        """Whether there is a manifest, and none of the shards was made again since."""
+        with contextlib.suppress(OSError):
+            return self.layout.manifest.stat().st_mtime > progress.last_finished_at - 1
+        return False
 
     def _eta(self, progress: Progress, since: float, now: float) -> Eta | None:
         return estimate(

@@ -24,8 +24,8 @@ def print_once(snapshot: dict[str, Any]) -> None:
     """Print a snapshot as text; with colours only on a terminal."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=120, no_color=True)
-    console.print(render(snapshot, width=min(console.width, 140)))
+        console = Console(highlight=False, width=160, no_color=True)
+    console.print(render(snapshot, width=console.width))
 
 
 def watch(look: Callable[[], dict[str, Any]], interval: float) -> None:

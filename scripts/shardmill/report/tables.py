@@ -12,7 +12,6 @@ from ..monitor.history import Minute, ServerHistory
 from ..run_state import human_time
 from .gather import RunData, without_passwords
 
-
 # What a server's record says of its processes and files: of no use to a reader.
 _OWN = frozenset("server supervisor launch_digest model_digest boot_id ready_at instance".split())
 
