@@ -14,6 +14,7 @@ rule generate:
         layout.log("completions", "{shard}.log"),
     benchmark:
         layout.log("benchmarks", "generate.{shard}.tsv")
+    retries: 0
     conda:
         "../envs/pipeline.yaml"
     params:

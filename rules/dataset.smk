@@ -19,6 +19,7 @@ rule merge:
         layout.log("dataset", "completions.log"),
     benchmark:
         layout.log("benchmarks", "merge.tsv")
+    retries: 0
     localrule: True
     conda:
         "../envs/pipeline.yaml"

@@ -35,6 +35,7 @@ if plan.staged_manifest:
             layout.log("model", "staged.log"),
         benchmark:
             layout.log("benchmarks", "stage.tsv")
+        retries: 0
         conda:
             "../envs/pipeline.yaml"
         message:
@@ -47,6 +48,7 @@ rule clean_ram:
     """Free the RAM disk: snakemake clean_ram."""
     log:
         layout.log("model", "clean_ram.log"),
+    retries: 0
     localrule: True
     conda:
         "../envs/pipeline.yaml"

@@ -6,6 +6,7 @@ rule plan:
     """Say what the run will take: tokens, hours, money, disk and memory; here and on other nodes: snakemake plan."""
     log:
         layout.log("planning", "plan.log"),
+    retries: 0
     localrule: True
     conda:
         "../envs/pipeline.yaml"
@@ -22,6 +23,7 @@ rule calibrate:
         servers=[layout.ready(name) for name in plan.config.server_names],
     log:
         layout.log("planning", "calibrate.log"),
+    retries: 0
     conda:
         "../envs/pipeline.yaml"
     message:

@@ -13,11 +13,12 @@ rule canary:
         layout.log("quality", "canary.log"),
     benchmark:
         layout.log("benchmarks", "canary.tsv")
+    retries: 0
     conda:
         "../envs/pipeline.yaml"
     params:
         answers=plan.answers,
-        engine=plan.config.engine.model_dump(),
+        engine=plan.engine_key,
     message:
         "Answering a sample"
     script:
@@ -28,6 +29,7 @@ rule verify:
     """Prove a finished dataset again, from its files alone: snakemake verify."""
     log:
         layout.log("quality", "verify.log"),
+    retries: 0
     conda:
         "../envs/pipeline.yaml"
     message:

@@ -16,6 +16,7 @@ rule report:
         layout.log("report.log"),
     benchmark:
         layout.log("benchmarks", "report.tsv")
+    retries: 0
     localrule: True
     conda:
         "../envs/pipeline.yaml"

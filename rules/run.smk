@@ -36,13 +36,15 @@ onstart:
 
 
 onsuccess:
-    session.end(plan.config)
+    for line in session.end(plan.config):
+        print(f"shardmill: warning: {line}", file=sys.stderr)
     if line := session.closing_line(plan.config):
         print(line, file=sys.stderr)
 
 
 onerror:
-    session.end(plan.config)
+    for line in session.end(plan.config):
+        print(f"shardmill: warning: {line}", file=sys.stderr)
     print(
         "shardmill: not finished; everything finished so far is kept. See the errors above, then run the same command again.",
         file=sys.stderr,

@@ -13,6 +13,7 @@ if plan.engine_environment:
             layout.log("servers", "engine_environment.log"),
         benchmark:
             layout.log("benchmarks", "engine_environment.tsv")
+        retries: 0
         conda:
             "../envs/pipeline.yaml"
         message:
@@ -33,6 +34,7 @@ rule serve:
         layout.log("servers", "{server}.log"),
     benchmark:
         layout.log("benchmarks", "serve.{server}.tsv")
+    retries: 0
     conda:
         "../envs/pipeline.yaml"
     message:
@@ -45,6 +47,7 @@ rule show_servers:
     """Print what each server would be started with, and start nothing: snakemake show_servers."""
     log:
         layout.log("servers", "show_servers.log"),
+    retries: 0
     localrule: True
     conda:
         "../envs/pipeline.yaml"

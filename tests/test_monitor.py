@@ -312,6 +312,18 @@ def test_a_snapshot_of_a_live_run(live: Config) -> None:
     orjson.dumps(found)
 
 
+def test_a_run_over_several_machines_is_seen_as_one(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    for pool in ("a", "b"):
+        layout = config.layout.of_pool(pool)
+        write_lines(layout.server_samples("0"), (sample.to_json() for sample in server_series(600, seed=1)))
+        write_lines(layout.shard_samples("00001"), iter([{"t": START + 30, "k": 2, "n": 2}]))
+        write_status(layout, ServerStatus("0", "ready", "http://x", running=5))
+    found = Observer(config, since=0.0).snapshot()
+    assert [(server["name"], server["running"]) for server in found["servers"]] == [("a.0", 5), ("b.0", 5)]
+    assert Observer(config, since=0.0, keep=None).layout.pool is None
+
+
 def test_the_terminal_view_holds_it_all(live: Config, capsys: pytest.CaptureFixture[str]) -> None:
     view.print_once(Observer(live).snapshot())
     text = capsys.readouterr().out

@@ -24,6 +24,8 @@ log = get_logger(__name__)
 
 # How long a supervisor may take to say that the engine behind a broken connection is gone.
 CRASH_NOTICE = 3.0
+# States that only the death of an engine leads to; one that is draining or away was not killed by a prompt.
+CRASHED = frozenset({"restarting", "failed"})
 
 
 @dataclass(eq=False)
@@ -116,7 +118,7 @@ class Asker:
         """Whether the engine that had the request died; its supervisor says so within a few seconds."""
         deadline = time.monotonic() + CRASH_NOTICE
         while time.monotonic() < deadline and not self._stopped():
-            if server.instance > flight.instance or server.state != "ready":
+            if server.instance > flight.instance or server.state in CRASHED:
                 return True
             time.sleep(0.2)
         return False
@@ -159,6 +161,8 @@ class Asker:
             "seconds": round(seconds, 3),
             "at": round(time.time(), 3),
         }
+        if request.overrides:
+            entry["overrides"] = request.overrides
         if answer is not None:
             entry["answer"] = answer
         return entry

@@ -252,6 +252,15 @@ class Output(Section):
 
     zstd_level: int = Field(3, ge=1, le=19, description="Compression level of the merged dataset.")
     token_ids: bool = Field(True, description="Keep token ids with the completions where the engine returns them.")
+    mirror: str | None = Field(
+        None,
+        pattern=r"^s3://[^/]+(/.*)?$",
+        description="`s3://bucket/prefix`: a copy of what is finished is kept there while the run goes on. Endpoint "
+        "and credentials are those of the usual AWS variables (`AWS_ENDPOINT_URL`, `AWS_ACCESS_KEY_ID`, ...).",
+    )
+    mirror_interval: float = Field(
+        30, gt=0, description="Seconds between two looks at what is new: about what a lost machine can cost."
+    )
     training: Training = Field(default_factory=Training)
 
 

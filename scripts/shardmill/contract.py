@@ -37,7 +37,20 @@ def answer_settings(config: Config) -> dict[str, Any]:
         },
         "sampling": config.sampling.model_dump(),
         "thinking": config.thinking.model_dump(),
+        **_deciding_engine_settings(config),
     }
+
+
+def _deciding_engine_settings(config: Config) -> dict[str, Any]:
+    """What of the engine's settings changes its arithmetic, or what is kept of an answer.
+
+    `model.files` shows in the model's digest; pass-through arguments and external servers are the user's word.
+    """
+    if config.engine.kind != "sglang":
+        return {}
+    sglang = config.engine.sglang
+    names = ("quantization", "kv_cache_dtype", "reasoning_parser", "tool_call_parser")
+    return {"engine": {name: getattr(sglang, name) for name in names} | {"mamba_ssm_dtype": sglang.mamba.ssm_dtype}}
 
 
 def _template_digest(path: str | None) -> str | None:

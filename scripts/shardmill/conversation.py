@@ -179,6 +179,7 @@ class Conversation:
                 "attempt": entry["attempt"],
                 "seed": entry["seed"],
                 "verdict": entry["verdict"],
+                "detail": entry["detail"],
                 "finish_reason": answer.get("finish_reason"),
                 "completion_tokens": (answer.get("usage") or {}).get("completion_tokens"),
                 "server": entry["server"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import tempfile
@@ -21,8 +22,18 @@ ZSTD_CHUNK_BYTES = 1 << 14
 SEAL = "seal"
 
 
+@functools.cache
+def _umask() -> int:
+    """The process's umask, without setting it: that would show in other threads for a moment."""
+    with contextlib.suppress(OSError, StopIteration, ValueError), open("/proc/self/status", encoding="ascii") as status:
+        return int(next(line for line in status if line.startswith("Umask:")).split()[1], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
 @contextlib.contextmanager
-def atomic_writer(path: Path | str, *, fsync: bool = True, mode: int = 0o644) -> Iterator[IO[bytes]]:
+def atomic_writer(path: Path | str, *, fsync: bool = True, mode: int | None = None) -> Iterator[IO[bytes]]:
     """Open a binary file that replaces `path` only when the block ends without an error.
 
     The temporary name is unique per process and lies beside the target, so that the rename cannot
@@ -41,7 +52,7 @@ def atomic_writer(path: Path | str, *, fsync: bool = True, mode: int = 0o644) ->
             handle.flush()
             if fsync:
                 os.fsync(handle.fileno())
-        os.chmod(name, mode)
+        os.chmod(name, 0o666 & ~_umask() if mode is None else mode)
         os.replace(name, target)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -53,7 +64,7 @@ def atomic_writer(path: Path | str, *, fsync: bool = True, mode: int = 0o644) ->
         fsync_folder(target.parent)
 
 
-def write_bytes(path: Path | str, data: bytes, *, fsync: bool = True, mode: int = 0o644) -> None:
+def write_bytes(path: Path | str, data: bytes, *, fsync: bool = True, mode: int | None = None) -> None:
     """Write `data` to `path` atomically."""
     with atomic_writer(path, fsync=fsync, mode=mode) as handle:
         handle.write(data)
@@ -69,7 +80,15 @@ def fsync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def write_json(path: Path | str, value: Any, *, fsync: bool = True, indent: bool = True, sealed: bool = False) -> None:
+def write_json(
+    path: Path | str,
+    value: Any,
+    *,
+    fsync: bool = True,
+    indent: bool = True,
+    sealed: bool = False,
+    mode: int | None = None,
+) -> None:
     """Write `value` as JSON to `path` atomically.
 
     Args:
@@ -78,7 +97,7 @@ def write_json(path: Path | str, value: Any, *, fsync: bool = True, indent: bool
     if sealed:
         value = {**value, SEAL: _seal(value)}
     options = orjson.OPT_APPEND_NEWLINE | (orjson.OPT_INDENT_2 if indent else 0)
-    write_bytes(path, orjson.dumps(value, option=options), fsync=fsync)
+    write_bytes(path, orjson.dumps(value, option=options), fsync=fsync, mode=mode)
 
 
 def read_json(path: Path | str) -> Any:

@@ -17,7 +17,7 @@ import yaml
 from . import logs
 from .config import Config
 from .errors import UserError
-from .load_config import load_config
+from .load_config import load_config, read_settings
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,7 @@ def _enter_by_hand(wildcards: tuple[str, ...]) -> Job:
     arguments = vars(parser.parse_args())
     logs.configure(None)
     try:
-        with open(arguments.pop("configfile"), encoding="utf-8") as handle:
-            settings = yaml.safe_load(handle) or {}
+        settings = read_settings(arguments.pop("configfile"))
     except (OSError, yaml.YAMLError) as error:
         raise UserError(f"cannot be read ({error})", where="--configfile") from error
     return Job(load_config(settings), SimpleNamespace(**arguments), None)

@@ -5,11 +5,31 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from .config import Config, Conflicts, key_paths
 from .errors import UserError
+from .overrides import merge
+
+
+def read_settings(path: str, default: str = "config.yaml") -> dict[str, Any]:
+    """The settings of a configuration file, as a run with `--configfile path` sees them.
+
+    A file that names its own `model.source` stands alone; one that does not is laid over `default`.
+
+    Raises:
+        OSError, yaml.YAMLError: if a file cannot be read.
+    """
+    with open(path, encoding="utf-8") as handle:
+        settings = yaml.safe_load(handle) or {}
+    if not isinstance(settings, dict) or "source" in (settings.get("model") or {}):
+        return settings
+    with open(default, encoding="utf-8") as handle:
+        whole = yaml.safe_load(handle) or {}
+    merge(whole, settings)
+    return whole
 
 
 def load_config(data: dict[str, Any]) -> Config:

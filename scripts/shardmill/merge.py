@@ -28,6 +28,7 @@ from .contract import Contract
 from .errors import UserError
 from .files import atomic_writer, iter_lines, iter_zstd_chunks, read_json, read_json_or_none, write_json
 from .ids import IdsDigest
+from .redaction import public_settings
 from .shard_files import set_aside
 
 ID_HEAD = b'{"id":"'
@@ -321,7 +322,7 @@ def _manifest(
         "model_digest": locked.model_digest if locked else None,
         "engine": _engine(config),
         "answers": locked.answers if locked else None,
-        "config": config.model_dump(),
+        "config": public_settings(config),
         "shards": [
             {
                 "name": shard["shard"],

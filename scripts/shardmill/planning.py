@@ -17,7 +17,7 @@ from . import contract, disk
 from .config import Config
 from .engine_env import clear_broken_environment, environment_record
 from .errors import UserError
-from .files import read_json_or_none
+from .files import canonical_json, read_json_or_none, sha256_hex
 from .layout import Layout
 from .lease import clear_stale
 from .load_config import load_config
@@ -152,6 +152,11 @@ class Plan:
         return [f"warning: {warning}"] if warning else []
 
     @property
+    def engine_key(self) -> str:
+        """Hash of the engine's settings: what is served anew is looked at anew. A hash, since it may hold secrets."""
+        return sha256_hex(canonical_json(self.config.engine.model_dump(mode="json")))[:16]
+
+    @property
     def prompts_key(self) -> dict[str, Any]:
         """All that decides what the prompt shards hold."""
         settings = self.config.prompts.model_dump(exclude={"path"})
@@ -200,7 +205,7 @@ def clear_lies(plan: Plan) -> list[str]:
     config, layout = plan.config, plan.layout
     if owner_is_alive(layout):
         return []
-    told = clear_stale(config) if any(layout.ready(name).exists() for name in config.server_names) else []
+    told = clear_stale(config)
     told += _clear_proofs(plan)
     index = read_json_or_none(layout.prompt_index)
     if not config.pools.only and index is None and layout.prompt_index.exists():

@@ -156,7 +156,10 @@ class PoolJob:
         with port_slot(servers["port"], count) as port:
             servers["port"] = port
             config = load_config(settings)
-            write_json(self.layout.pool_config, settings)
+            if (nccl := settings["engine"]["sglang"]["nccl_port"]) is not None:
+                settings["engine"]["sglang"]["nccl_port"] = nccl + port - self.config.servers.port
+                config = load_config(settings)
+            write_json(self.layout.pool_config, settings, mode=0o600)
             yield config
 
     def _prepare_machine(self, config: Config, plan: Plan) -> None:
@@ -184,6 +187,8 @@ class PoolJob:
             start_new_session=True,
             preexec_fn=_die_with_parent,  # noqa: PLW1509 (there are no threads here)
         )
+        if self._told_to_stop:  # between the last look and the start of the inner run there was nobody to pass it on to
+            inner.send_signal(signal.SIGTERM)
         while inner.poll() is None:
             now = time.time()
             if wind_down is not None and now >= wind_down and not self._is_over_time:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import subprocess
+import sys
 import time
 from pathlib import Path
 
-from . import contract
+from . import contract, mirror
 from .config import Config
 from .errors import UserError
 from .files import read_json_or_none, write_bytes
@@ -16,6 +18,7 @@ from .owner import RunLock
 from .pool_plan import holds, live_pools
 
 _held: dict[str, RunLock] = {}
+_mirrors: dict[str, subprocess.Popen[bytes]] = {}
 _began_at = time.time()
 
 
@@ -35,12 +38,19 @@ def begin(config: Config) -> None:
             where=f"run {layout.run}",
             hint="cancel their jobs or wait for them, or go on with the same `pools.shards`",
         )
-    _held[str(layout.home)] = RunLock.acquire(layout, leaves_to_pools=leaves_to_pools)
+    lock = _held[str(layout.home)] = RunLock.acquire(layout, leaves_to_pools=leaves_to_pools)
+    if count := mirror.restore(config):
+        lock.release()
+        print(f"shardmill: {count} files brought back from {config.output.mirror}", file=sys.stderr, flush=True)
+        # What came back changes the plan, so this process begins once more, as the same command.
+        os.execv(sys.executable, [sys.executable, *sys.argv])
     contract.check(config)
     if not pools.only:
         contract.lock(config)
     _place_api_key(config)
     _sweep(config)
+    if process := mirror.start(config):
+        _mirrors[str(layout.home)] = process
 
 
 def _place_api_key(config: Config) -> None:
@@ -85,13 +95,16 @@ def _sweep(config: Config) -> None:
                 path.unlink(missing_ok=True)
 
 
-def end(config: Config) -> None:
-    """Give the run up, and leave nothing behind outside its folder."""
+def end(config: Config) -> list[str]:
+    """Give the run up, and leave nothing behind outside its folder; returns warnings."""
     layout = config.layout
-    with contextlib.suppress(OSError):
-        os.unlink(layout.ledger)
+    process = _mirrors.pop(str(layout.home), None)
+    problem = mirror.finish(config, process) if process else None
     if lock := _held.pop(str(layout.home), None):
+        with contextlib.suppress(OSError):
+            os.unlink(layout.ledger)
         lock.release()
+    return [problem] if problem else []
 
 
 def closing_line(config: Config) -> str | None:

@@ -96,7 +96,7 @@ def completion_record(config: Config, conversation: Conversation, journal: Journ
     prompt, answers = conversation.prompt, conversation.answers
     last = answers[-1]
     seed = last["seed"]
-    overrides = {**conversation.terms.policy.attempt_overrides(last["attempt"]), **conversation.own_sampling}
+    overrides = last.get("overrides") or {}
     sampling = {key: value for key, value in config.sampling.model_dump().items() if key != "extra"}
     record: dict[str, Any] = {
         "id": conversation.id,

@@ -349,9 +349,12 @@ class Supervisor:
         if touch_files:
             # First, so that nobody takes up a lease that is ending.
             self._remove_ready()
+        # A superseded one leaves the status file to its successor.
         self.status.state = "draining"
-        self._write_status()
-        if self._process and not self._process.stop(self._write_status_now_and_then()):
+        if touch_files:
+            self._write_status()
+        tick = self._write_status_now_and_then() if touch_files else (lambda: None)
+        if self._process and not self._process.stop(tick):
             log.error("server %s: some processes of its engine cannot be killed", self.name)
         remove_secrets(self._launch)
         status = read_status(self._layout, self.name)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.pipeline import (
@@ -24,9 +26,9 @@ from tests.pipeline import (
 )
 from tests.slurm.cluster import Cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
-PATIENCE = 300.0  # seconds for a run of several pools on a small machine; a deadline, not an expectation
+PATIENCE = 400.0  # seconds for a run of several pools on a small machine; a deadline, not an expectation
 NewWorkspace = Callable[..., Workspace]
 
 
@@ -67,6 +69,21 @@ def check(workspace: Workspace, ids: list[str]) -> None:
     assert proven == sorted(path.name[:5] for path in workspace.results.glob("completions/*.jsonl.zst"))
     assert not list(workspace.results.rglob("*.ready")) and not list(workspace.results.rglob("*.tmp"))
     eventually(lambda: not workspace.processes(), "no process of the run is left")
+
+
+@contextlib.contextmanager
+def frozen_engines(workspace: Workspace) -> Iterator[None]:
+    """No engine that runs now answers anything while the block runs, so that its job is caught in the middle."""
+    engines = [process for process in workspace.processes() if "shardmill.engines" in " ".join(process.cmdline())]
+    assert engines
+    for engine in engines:
+        engine.suspend()
+    try:
+        yield
+    finally:
+        for engine in engines:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                engine.resume()
 
 
 def restarts(record: str) -> int:
@@ -120,9 +137,10 @@ def test_jobs_cancelled_and_a_node_lost(cluster: Cluster, on_slurm: NewWorkspace
     running = cluster.await_running(3)
     job_of = {node: job for job, node in running.items()}
     cancelled, lost, drained = job_of["n1"], "n2", "n3"
-    cluster.ask("scontrol", "update", f"nodename={drained}", "state=drain", "reason=test")
-    cluster.ask("scancel", cancelled)
-    cluster.power_off(lost)
+    with frozen_engines(run):
+        cluster.ask("scontrol", "update", f"nodename={drained}", "state=drain", "reason=test")
+        cluster.ask("scancel", cancelled)
+        cluster.power_off(lost)
     answers = {(entry["id"], entry["attempt"]) for entry in run.journal() if entry["kind"] == "answer"}
     try:
         result = command.wait(PATIENCE)
@@ -141,14 +159,21 @@ def test_jobs_cancelled_and_a_node_lost(cluster: Cluster, on_slurm: NewWorkspace
 
 
 def test_time_is_up(cluster: Cluster, on_slurm: NewWorkspace) -> None:
-    """A pool whose job is too short hands the rest back in time, as often as it takes, and uses up no retry."""
-    run = on_slurm(shards={"size": 6}, pools={"shards": 10, "wind_down": 20, "margin": 8}, clauses=256)
-    run.write_prompts(prompts(60))
-    result = finish(run, "--retries", "0", runtime=1, shards_at_once=1)
+    """A job whose time ends hands the rest back before it does, its answers kept, and uses up no retry."""
+    run = on_slurm(shards={"size": 6}, pools={"shards": 4, "wind_down": 80, "margin": 10}, clauses=16)
+    run.write_prompts(prompts(24))
+    command = start(run, "--retries", "0", runtime=2, shards_at_once=2)
+    run.await_journal(2, command)
+    with frozen_engines(run):
+        first = {(entry["id"], entry["attempt"]) for entry in run.journal() if entry["kind"] == "answer"}
+        eventually(lambda: "PD" in str(cluster.jobs()), "the job queues again", 180)
+        (job,) = cluster.jobs()
+    result = command.wait(PATIENCE)
+    assert result.code == 0, result.output
     assert "Trying to restart" not in result.output
-    (job,) = re.findall(r"with SLURM jobid (\d+)", result.output)
-    assert restarts(cluster.ask("scontrol", "show", "job", job)) >= 1
-    check(run, [record["id"] for record in prompts(60)])
+    assert restarts(cluster.ask("scontrol", "show", "job", job)) == 1
+    check(run, [record["id"] for record in prompts(24)])
+    assert first <= {(entry["id"], entry["attempt"]) for entry in run.journal() if entry["kind"] == "answer"}
 
 
 def test_outer_run_killed(cluster: Cluster, on_slurm: NewWorkspace) -> None:
@@ -158,13 +183,14 @@ def test_outer_run_killed(cluster: Cluster, on_slurm: NewWorkspace) -> None:
     command = start(run)
     run.await_journal(3, command)
     old = cluster.await_running(2)
-    command.kill_main()
-    command.wait(PATIENCE)
-    # Without pools this run would write what its jobs write.
-    error = run.run("--config", 'pools={"shards": 0}').error()
-    assert "pools of this run are at work: 0000" in error
-    # Nor does another cut of the pools let two jobs have one shard.
-    result = finish(run, "--config", 'pools={"shards": 3}')
+    with frozen_engines(run):
+        command.kill_main()
+        command.wait(PATIENCE)
+        # Without pools this run would write what its jobs write.
+        error = run.run("--config", 'pools={"shards": 0}').error()
+        assert "pools of this run are at work: 0000" in error
+        # Nor does another cut of the pools let two jobs have one shard.
+        result = finish(run, "--config", 'pools={"shards": 3}')
     assert result.jobs["merge"] == 1
     check_complete(run, [record["id"] for record in prompts(36)])
     check_sent_once(run)

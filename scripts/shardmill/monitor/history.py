@@ -307,19 +307,13 @@ class History:
         self.jobs = JobHistory()
         self.forecasts: list[dict[str, Any]] = []
         self._since, self._keep, self._stall = since, keep, stall
-        self._followers: dict[str, _Follower] = {}
+        self._followers: dict[Path, _Follower] = {}
 
     def refresh(self) -> None:
         """Read everything that was appended since the last time."""
-        for files in _scan(self.layout.samples):
-            if files.stem.startswith("server-"):
-                self._read_server(files)
-            elif files.stem == self.layout.forecasts.stem:
-                self.forecasts += [value for value in self._values(files) if value["t"] >= self._since]
-        for files in _scan(self.layout.samples / "shards"):
-            for value in self._values(files):
-                if value["t"] >= self._since:
-                    self.jobs.add(files.stem, value)
+        self._read_machine(self.layout, "")
+        for pool in pools_of(self.layout):
+            self._read_machine(self.layout.of_pool(pool), f"{pool}.")
         if self._keep is not None and self.newest:
             for history in (*self.servers.values(), self.jobs):
                 history.forget_before(self.newest - self._keep)
@@ -340,8 +334,19 @@ class History:
         """Events of all servers in order of time."""
         return sorted((event for server in self.servers.values() for event in server.events), key=lambda e: e.at)
 
-    def _read_server(self, files: _Files) -> None:
-        name = files.stem.removeprefix("server-")
+    def _read_machine(self, layout: Layout, prefix: str) -> None:
+        """Read one machine's samples; of a run over several machines, servers are named `<pool>.<server>`."""
+        for files in _scan(layout.samples):
+            if files.stem.startswith("server-"):
+                self._read_server(files, prefix + files.stem.removeprefix("server-"))
+            elif files.stem == layout.forecasts.stem and not prefix:
+                self.forecasts += [value for value in self._values(files) if value["t"] >= self._since]
+        for files in _scan(layout.samples / "shards"):
+            for value in self._values(files):
+                if value["t"] >= self._since:
+                    self.jobs.add(files.stem, value)
+
+    def _read_server(self, files: _Files, name: str) -> None:
         server = self.servers.setdefault(name, ServerHistory(name, self._stall))
         for value in self._values(files):
             if value["t"] >= self._since and (sample := ServerSample.from_json(value)):
@@ -349,11 +354,11 @@ class History:
 
     def _values(self, files: _Files) -> Iterator[dict[str, Any]]:
         """What is new in a sample file; when its segment has ended, also what that had last."""
-        follower = self._followers.get(files.stem)
+        follower = self._followers.get(files.folder / files.stem)
         if follower is None:
             if files.newest < self._since:
                 return
-            follower = self._followers[files.stem] = _Follower()
+            follower = self._followers[files.folder / files.stem] = _Follower()
             ended = files.ended
         else:
             ended = files.ended[-1:] if follower.is_anew(files) else []
@@ -368,6 +373,7 @@ class History:
 class _Files:
     """A sample file: the part that grows, and the segments that ended, oldest first."""
 
+    folder: Path
     stem: str
     growing: tuple[Path, os.stat_result] | None = None
     ended: list[tuple[Path, os.stat_result]] = field(default_factory=list)
@@ -376,6 +382,13 @@ class _Files:
     def newest(self) -> float:
         """When it was last written to."""
         return max(status.st_mtime for _, status in [*self.ended, *([self.growing] if self.growing else [])])
+
+
+def pools_of(layout: Layout) -> list[str]:
+    """The pools of a run over several machines that left samples; none where this is one of them."""
+    if layout.pool is not None or not layout.pools.is_dir():
+        return []
+    return sorted(path.parent.name for path in layout.pools.glob("*/samples"))
 
 
 def _scan(folder: Path) -> list[_Files]:
@@ -388,7 +401,7 @@ def _scan(folder: Path) -> list[_Files]:
                 continue
             with contextlib.suppress(OSError):
                 if kind == "jsonl":
-                    found.setdefault(stem, _Files(stem)).growing = (Path(entry.path), entry.stat())
+                    found.setdefault(stem, _Files(folder, stem)).growing = (Path(entry.path), entry.stat())
                 elif kind.endswith(".jsonl.zst"):
-                    found.setdefault(stem, _Files(stem)).ended.append((Path(entry.path), entry.stat()))
+                    found.setdefault(stem, _Files(folder, stem)).ended.append((Path(entry.path), entry.stat()))
     return list(found.values())

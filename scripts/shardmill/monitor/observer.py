@@ -11,13 +11,14 @@ from typing import Any
 import psutil
 
 from ..config import Config
+from ..layout import Layout
 from ..owner import owner_is_alive, read_owner
 from ..supervisor_state import ServerStatus, read_status
 from . import alarms as rules
 from .alarm import Alarm
 from .eta import Eta, estimate, quantile
 from .gpu import GPU_FIELDS, reason_names
-from .history import MINUTE, History, ServerHistory
+from .history import MINUTE, History, ServerHistory, pools_of
 from .progress import Progress, ProgressReader
 
 WINDOW_SECONDS = 4 * 3600.0  # of history that the live views look at
@@ -39,7 +40,7 @@ class Observer:
         self.config = config
         self.layout = config.layout
         if since is None:
-            since = _newest_sample(self.layout.samples) - WINDOW_SECONDS
+            since = _newest_sample(self.layout) - WINDOW_SECONDS
         self.history = History(self.layout, since=since, keep=keep, stall=config.monitor.alarms.stall_seconds)
         self._reader = ProgressReader(self.layout)
         self.progress = Progress()
@@ -53,7 +54,7 @@ class Observer:
         progress = self.progress = self._reader.read()
         owner = read_owner(self.layout)
         is_live = owner_is_alive(self.layout)
-        statuses = {name: read_status(self.layout, name) for name in self._names()}
+        statuses = {name: self._status(name) for name in self._names()}
         eta = self._eta(progress, owner.started_at if owner else 0.0, now) if is_live else None
         room = self._room(progress)
         return {
@@ -112,8 +113,13 @@ class Observer:
         return {"minutes": [number * 60 for number in numbers], "servers": servers}
 
     def _names(self) -> list[str]:
-        """The configured servers, and any that left samples."""
-        return sorted({*self.config.server_names, *self.history.servers}, key=lambda name: (len(name), name))
+        """The configured servers, and any that left samples; of a run over several machines, those of its pools."""
+        configured = [] if pools_of(self.layout) else self.config.server_names
+        return sorted({*configured, *self.history.servers}, key=lambda name: (len(name), name))
+
+    def _status(self, name: str) -> ServerStatus | None:
+        pool, _, server = name.rpartition(".")
+        return read_status(self.layout.of_pool(pool) if pool else self.layout, server)
 
     def _state(self, progress: Progress, is_live: bool) -> str:
         if progress.shards and progress.shards_done == progress.shards and self._is_proven(progress):
@@ -285,11 +291,12 @@ def recent_rate(server: ServerHistory, now: float) -> tuple[float, float]:
     )
 
 
-def _newest_sample(folder: Path) -> float:
+def _newest_sample(layout: Layout) -> float:
     """When anything was last appended; now, if nothing ever was."""
     times = []
-    with contextlib.suppress(OSError):
-        times = [path.stat().st_mtime for path in folder.iterdir()]
+    for machine in (layout, *map(layout.of_pool, pools_of(layout))):
+        with contextlib.suppress(OSError):
+            times += [path.stat().st_mtime for path in machine.samples.iterdir()]
     return max(times, default=time.time())
 
 

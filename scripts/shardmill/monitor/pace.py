@@ -122,13 +122,12 @@ def _slow(history: History, name: str, pace: _Pace, until: int | None) -> Alarm:
     judged = [ratio for number, ratio in pace.ratios if number >= pace.since and (until is None or number < until)]
     ratio = sum(judged) / len(judged)
     last = max(number for number, _ in pace.ratios)
-    first = max(pace.since, last - 30)
-    own, peers = (
-        _mean_rate(history, [name], first, last + 1),
-        _mean_rate(history, _peers(history, name), first, last + 1),
-    )
+    # What is said beside it is of half an hour: the last, or the first of an alarm whose end holds better minutes.
+    first = max(pace.since, last - 30) if until is None else pace.since
+    end = min(last + 1, first + 31)
+    own, peers = _mean_rate(history, [name], first, end), _mean_rate(history, _peers(history, name), first, end)
     text = f"{ratio:.2f} of its peers' median over {last + 1 - pace.since} min ({own:,.0f} against {peers:,.0f} tok/s)"
-    if beside := _gpu_beside(history, name, first, last + 1):
+    if beside := _gpu_beside(history, name, first, end):
         text += f"; {beside}"
     return Alarm("slow", name, pace.since * MINUTE, None if until is None else until * MINUTE, "warning", text)
 

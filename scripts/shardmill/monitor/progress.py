@@ -12,6 +12,7 @@ from typing import Any
 from ..files import read_json_or_none
 from ..layout import Layout
 from ..run_state import open_progress
+from .history import pools_of
 from .samples import iter_values
 
 
@@ -104,7 +105,8 @@ class ProgressReader:
 
     def _add_open(self, result: Progress, stats: dict[str, Any]) -> None:
         """Shards that are being answered, and those that were when the run stopped."""
-        live = {value.get("shard"): value for value in open_progress(self._layout)}
+        machines = [self._layout, *map(self._layout.of_pool, pools_of(self._layout))]
+        live = {value.get("shard"): value for machine in machines for value in open_progress(machine)}
         for shard, value in live.items():
             if shard in stats:
                 continue
@@ -113,8 +115,9 @@ class ProgressReader:
             result.accepted += value.get("accepted", 0)
             result.rejected += value.get("rejected", 0)
             result.in_flight += value.get("in_flight", 0)
-        for shard in _stems(self._layout.samples / "shards") - stats.keys() - live.keys():
-            result.done += _last_done(self._layout.shard_samples(shard))
+        for machine in machines:
+            for shard in _stems(machine.samples / "shards") - stats.keys() - live.keys():
+                result.done += _last_done(machine.shard_samples(shard))
 
 
 def _stems(folder: Path) -> set[str]:

@@ -16,10 +16,11 @@ from ..files import write_bytes
 from ..logs import get_logger
 from ..monitor.alarm import Alarm
 from ..monitor.observer import alarm_title
+from ..redaction import public_settings
 from ..run_state import human_time
 from . import plots
 from .examples import Example
-from .gather import RunData, gather, without_passwords
+from .gather import RunData, gather
 from .tables import cost_rows, facts, provenance, server_rows
 
 log = get_logger(__name__)
@@ -189,7 +190,7 @@ def _cost(data: RunData) -> str:
 
 def _provenance(data: RunData) -> str:
     rows = table((), provenance(data))
-    settings = orjson.dumps(without_passwords(data.config.model_dump()), option=orjson.OPT_INDENT_2).decode()
+    settings = orjson.dumps(public_settings(data.config), option=orjson.OPT_INDENT_2).decode()
     return f"{rows}<details><summary>all settings</summary><pre>{esc(settings)}</pre></details>"
 
 
