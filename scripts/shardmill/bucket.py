@@ -21,7 +21,7 @@ from .errors import UserError
 from .files import CHUNK_BYTES, atomic_writer, sha256_file
 
 PART_BYTES = 64 << 20  # S3 wants at least 5 MiB and at most 10,000 parts
-ATTEMPTS = 8
+ATTEMPTS = 6
 READ_TIMEOUT = 120.0  # seconds
 KEY = "output.mirror"
 

@@ -35,7 +35,7 @@ from .pool_plan import clear_damaged, holds
 log = logs.get_logger(__name__)
 
 SEGMENT_BYTES = 16 << 20
-LAST_LOOKS = 5  # attempts to copy what is left when the run ends
+LAST_LOOKS = 3  # attempts to copy what is left when the run ends
 _PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 
 

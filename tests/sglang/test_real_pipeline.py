@@ -120,7 +120,7 @@ def test_a_run_through_a_killed_and_a_hung_scheduler(make: Callable[..., Workspa
 
 
 def test_sigterm_and_a_kv_cache_too_small_for_what_runs(make: Callable[..., Workspace]) -> None:
-    """With room for three of eight requests SGLang takes back what it began. Told to stop, a run ends its shards in work."""
+    """With room for three of eight requests SGLang takes some back. Told to stop, a run ends its shards in work."""
     workspace = make({"max_total_tokens": 1200}, sampling=SLOW, shards={"size": 5}, **KEPT)
     workspace.write_prompts(prompts(80))
     command = workspace.start()
