@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os as _os, sys as _sys  # LEAD-PAUSE (temporary)
-if _os.path.exists("/tmp/PAUSED"):  # LEAD-PAUSE
-    _sys.exit("PAUSED BY THE LEAD: machine at load 54; heavy runs wait until /tmp/PAUSED is gone. Finish your code and report; the lead runs this later on a quiet machine.")  # LEAD-PAUSE
 
 import argparse
 import json
