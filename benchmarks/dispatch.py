@@ -15,7 +15,6 @@ run is from the first request to the last answer. The tail loss is what lies bet
 
 from __future__ import annotations
 
-
 import argparse
 import os
 import statistics

@@ -10,7 +10,6 @@ speed; the rest wait in its queue. The figures are those of one B200 with Qwen3.
 
 from __future__ import annotations
 
-
 import argparse
 import heapq
 import itertools

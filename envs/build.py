@@ -9,7 +9,7 @@ from pathlib import Path
 
 def main(folder: Path, lock: Path) -> None:
     """Create `folder` where it is missing or broken, and install exactly what `lock` names."""
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 (any Python may start this)
         sys.exit(f"error: Python 3.11 or newer is needed, this is {sys.version.split()[0]}; set PYTHON=python3.12, say")
     python = folder / "bin" / "python"
     if not python.exists() or subprocess.run([python, "-c", "import sys"], check=False).returncode:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from shardmill.config import Config
 from shardmill.errors import UserError
 from shardmill.load_config import load_config
@@ -31,7 +32,6 @@ from shardmill.model.hub_files import FetchJob, RemoteFile, select
 from shardmill.model.ramdisk import owner_problem
 from shardmill.model.selection import check_model_files, choose_files, entry_name
 from shardmill.model.source import HubSource, LocalSource, WheelSource, is_safe_name, parse_source
-
 from tests.hub import Hub
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"

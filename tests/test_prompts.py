@@ -18,6 +18,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+
 from shardmill.config import Config, Prompts
 from shardmill.errors import UserError
 from shardmill.files import iter_zstd_lines, read_json

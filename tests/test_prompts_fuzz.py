@@ -9,6 +9,7 @@ from typing import Any, get_args
 import orjson
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+
 from shardmill.config import Prompts
 from shardmill.errors import UserError
 from shardmill.ids import IdsDigest
