@@ -32,8 +32,8 @@ monitor: env ## see the run of config.yaml while it goes on
 report: env ## its report, finished or not
 	@$(BIN)/python scripts/report.py
 
-test: dev ## all tests
-	@$(BIN)/python -m pytest -q -m "not slurm"
+test: dev ## the tests
+	@$(BIN)/python -m pytest -q -n 3 -m "not slurm and not sglang"
 
 chaos: dev ## whole runs under seeded kills, full disks and damage: make chaos RUNS=20 SEED=1 (docs/reliability.md)
 	@$(BIN)/python -m tests.chaos --runs $(or $(RUNS),20) --seed $(or $(SEED),1)
@@ -60,6 +60,7 @@ lock: ## resolve the lock files anew (needs uv)
 	uv pip compile --universal --generate-hashes --python-version 3.11 --no-annotate --no-header -q envs/requirements.in -o envs/requirements.lock
 	uv pip compile --universal --generate-hashes --python-version 3.11 --no-annotate --no-header -q -c envs/requirements.lock envs/requirements-dev.in -o envs/requirements-dev.lock
 	uv pip compile --universal --generate-hashes --python-version 3.11 --no-annotate --no-header -q -c envs/requirements.lock envs/slurm.in -o envs/slurm.lock
+	$(PYTHON) envs/pin_conda.py
 
 docs: dev ## docs/config.md and the schema, from the configuration's models
 	@$(BIN)/python scripts/document_config.py
