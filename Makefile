@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help env dev slurm run monitor report test chaos test-slurm test-sglang bench lint lock docs clean
+.PHONY: help env dev slurm run monitor report test test-slow chaos test-slurm test-sglang bench lint lock docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(MAKEFILE_LIST) | column -s: -t
@@ -33,7 +33,10 @@ report: env ## its report, finished or not
 	@$(BIN)/python scripts/report.py
 
 test: dev ## the tests
-	@$(BIN)/python -m pytest -q -n 3 -m "not slurm and not sglang"
+	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not slow and not slurm and not sglang"
+
+test-slow: dev ## minutes of real faults, full disks, object storage and environments
+	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "slow and not slurm and not sglang"
 
 chaos: dev ## whole runs under seeded kills, full disks and damage: make chaos RUNS=20 SEED=1 (docs/reliability.md)
 	@$(BIN)/python -m tests.chaos --runs $(or $(RUNS),20) --seed $(or $(SEED),1)

@@ -46,7 +46,7 @@ onerror:
     for line in session.end(plan.config):
         print(f"shardmill: warning: {line}", file=sys.stderr)
     print(
-        "shardmill: not finished; everything finished so far is kept. See the errors above, then run the same command again.",
+        "shardmill: not finished; everything finished so far is kept. The same command goes on from here.",
         file=sys.stderr,
     )
 

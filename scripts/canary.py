@@ -16,7 +16,7 @@ if __name__ == "__main__":
     try:
         report = canary.run()
     except Interrupted as reason:
-        log.info("canary: stopped (%s)", reason)
+        log.info("canary: %s", reason)
         sys.exit(1)
     log.info(
         "canary: %d of %d sample answers are good, %s tokens each on average",

@@ -17,6 +17,6 @@ if __name__ == "__main__":
     try:
         stats = run.run()
     except Interrupted as reason:
-        log.info("shard %s: stopped (%s); finished answers are kept, the same command goes on", shard, reason)
+        log.info("shard %s: %s; finished answers are kept, the same command goes on", shard, reason)
         sys.exit(1)
     log.info("%s", describe_shard(config, stats))

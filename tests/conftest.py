@@ -13,6 +13,32 @@ from tests.pipeline import Door, Workspace, check_complete, open_door, prompts
 from tests.tiny.gguf_model import Knobs, make
 from tests.tiny.server import serve
 
+# Minutes of real faults, disks, storage and environments: `make test-slow`. Everything else is `make test`.
+SLOW = frozenset(
+    {
+        "test_cases",
+        "test_chaos",
+        "test_disk",
+        "test_dispatch",
+        "test_engine_env",
+        "test_hub_prompts",
+        "test_mirror",
+        "test_module",
+        "test_plan",
+        "test_poison",
+        "test_pools",
+        "test_real_data",
+    }
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of slow modules, so that `-m` can choose."""
+    for item in items:
+        if item.path.stem in SLOW:
+            item.add_marker(pytest.mark.slow)
+
+
 FINISHED = 20  # prompts of the finished run, in shards of 6: the last shard holds 2
 
 

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from tests.pipeline import (
-    PATIENCE,
     Command,
     Workspace,
     check_complete,
@@ -60,7 +59,12 @@ def check_result(workspace: Workspace, *, kept: dict[str, str]) -> None:
 
 def job_processes(workspace: Workspace) -> list[psutil.Process]:
     """Scripts of rules that still run."""
-    return [process for process in workspace.processes() if ".snakemake/scripts" in " ".join(process.cmdline())]
+    found = []
+    for process in workspace.processes():
+        with contextlib.suppress(psutil.Error):  # it may end under our eyes
+            if ".snakemake/scripts" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def test_everything_killed_again_and_again(busy: Workspace, tmp_path: Path) -> None:
@@ -121,8 +125,9 @@ def test_stopped_by_a_signal(busy: Workspace, number: int) -> None:
     busy.configure(shards={"size": 48})
     command = busy.start()
     busy.await_journal(20, command)
-    eventually(lambda: len(list(busy.path("progress").glob("*.json"))) == 2, "both shards are being answered")
     with frozen_engines(busy):
+        # Past their imports, where Python itself would answer a Ctrl-C.
+        eventually(lambda: len(list(busy.path("progress").glob("*.json"))) == 2, "both shards are being answered")
         command.signal_group(number)
         result = command.wait(60)
     assert result.code != 0
@@ -188,15 +193,6 @@ def test_a_supervisor_killed_in_mid_run(busy: Workspace) -> None:
     kept = good_answers(busy)
     assert command.wait().code == 0, command.output
     check_result(busy, kept=kept)
-
-
-def test_every_engine_of_a_run_killed_at_once(busy: Workspace) -> None:
-    command = busy.start()
-    busy.await_journal(12, command)
-    for server in "01":
-        os.kill(busy.status(server)["pids"]["engine"]["pid"], signal.SIGKILL)
-    assert command.wait(PATIENCE).code == 0, command.output
-    check_result(busy, kept={})
 
 
 def test_a_readiness_file_without_a_server_is_not_believed(finished: Workspace) -> None:

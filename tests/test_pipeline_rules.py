@@ -157,7 +157,7 @@ def test_another_run_name_leaves_the_first_alone(finished: Workspace) -> None:
         {"servers": {"port": 31000, "linger": 5, "max_restarts": 1, "stop_timeout": 3, "stall_after": 99}},
         {"servers": {"count": None, "gpus": [0, 1, 2]}},
         {"dispatch": {"queue": 7, "attempts_per_fault": 2}, "engine": {"llamacpp": {"slots": 2, "threads": 2}}},
-        {"engine": {"kind": "sglang", "sglang": {"max_running_requests": 7, "reasoning_parser": "qwen3"}}},
+        {"engine": {"sglang": {"max_running_requests": 7, "reasoning_parser": "qwen3"}}},
     ],
 )
 def test_what_cannot_change_an_answer_makes_nothing_again(finished: Workspace, change: dict[str, Any]) -> None:

@@ -34,6 +34,9 @@ SERVERS = 64
 SURE_PART = 4
 # A job that has not asked for so many seconds (it is stopped, or swaps) keeps no place from others.
 PATIENCE = 5
+# After so many, its requests count no more: they were answered long ago and nobody took the answers in. A server
+# that should hold them after all only queues a little more.
+STOPPED = 30
 _MAGIC = b"SHARDMILL-LEDGER-2"
 _HEADER_BYTES = 64
 _WAITING, _LEFT, _SEEN, _COUNTS = 1, 2, 3, 4  # positions in a row
@@ -164,11 +167,14 @@ class Ledger:
             start = row * _ROW_INTS
             if not self._ints[start]:
                 continue
+            silent = abs(now - self._ints[start + _SEEN])
+            if row != own and silent > STOPPED:
+                continue
             counts = self._ints[start + _COUNTS : start + _COUNTS + servers].tolist()
             held = [a + b for a, b in zip(held, counts, strict=True)]
             if row == own:
                 mine = sum(counts)
-            elif self._ints[start + _WAITING] > 0 and abs(now - self._ints[start + _SEEN]) <= PATIENCE:
+            elif self._ints[start + _WAITING] > 0 and silent <= PATIENCE:
                 rivals.append((sum(counts), self._ints[start + _LEFT]))
         return held, mine, rivals
 
@@ -205,6 +211,7 @@ class Ledger:
         """Write this process's row anew, so that damage to the file does not last."""
         start = self._own_row() * _ROW_INTS
         self._ints[start] = 1
+        self._ints[start + _SEEN] = _now()
         self._ints[start + _COUNTS : start + _ROW_INTS] = array("i", self._held)
 
     def _clear(self, row: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 from .config import Config
 
@@ -19,10 +18,10 @@ def public_settings(config: Config) -> dict[str, Any]:
     sglang = engine["sglang"]
     sglang["extra_environment"] = dict.fromkeys(sglang["extra_environment"], HIDDEN)
     sglang["arguments"] = {k: HIDDEN if _SECRET.search(k) else v for k, v in sglang["arguments"].items()}
-    engine["external"]["urls"] = [_without_credentials(url) for url in engine["external"]["urls"]]
+    engine["external"]["urls"] = [without_credentials(url) for url in engine["external"]["urls"]]
     return settings
 
 
-def _without_credentials(url: str) -> str:
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+def without_credentials(url: str) -> str:
+    """A URL as it may be shown: what stands before the @ is left out."""
+    return re.sub(r"(\w://)[^/\s@]+@", r"\1***@", url)

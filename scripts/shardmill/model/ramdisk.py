@@ -189,7 +189,7 @@ def exclusive_use(folder: Path, what: str) -> FileLock:
     try:
         return FileLock(_use_file(folder), wait=False)
     except BlockingIOError:
-        hint = "stop the run that uses it, or wait until it is done"
+        hint = "stop the run that uses it; its servers end by themselves a minute later (`servers.linger`)"
         raise UserError(f"a live server uses this copy, so it cannot be {what}", where=str(folder), hint=hint) from None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from ..monitor.alarm import Alarm
 from ..monitor.history import MINUTE, History
 from ..monitor.observer import Observer
 from ..monitor.progress import Progress
+from ..redaction import without_credentials
 from .examples import Example, find_examples
 
 
@@ -103,4 +103,4 @@ def without_passwords(value: Any) -> Any:
         return {key: without_passwords(part) for key, part in value.items()}
     if isinstance(value, list):
         return [without_passwords(part) for part in value]
-    return re.sub(r"(\w://)[^/\s@]+@", r"\1***@", value) if isinstance(value, str) else value
+    return without_credentials(value) if isinstance(value, str) else value
