@@ -33,7 +33,7 @@ report: env ## its report, finished or not
 	@$(BIN)/python scripts/report.py
 
 test: dev ## the tests
-	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not slow and not slurm and not sglang"
+	@$(BIN)/python -m pytest -q -n 4 --dist worksteal -m "not slow and not slurm and not sglang"
 
 test-slow: dev ## minutes of real faults, full disks, object storage and environments
 	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "slow and not slurm and not sglang"

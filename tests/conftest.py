@@ -27,7 +27,10 @@ SLOW = frozenset(
         "test_plan",
         "test_poison",
         "test_pools",
+        "test_monitor",
         "test_real_data",
+        "test_report",
+        "test_training",
     }
 )
 

@@ -573,7 +573,9 @@ try:
     index = split(load_config(json.load(sys.stdin)))
 except UserError as error:
     sys.exit(f"refused: {{error}}")
-print(json.dumps([index["usable"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
+# Of this program alone: ru_maxrss would begin at the size of the process that started it.
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM:"))
+print(json.dumps([index["usable"], int(peak.split()[1])]))
 """
     return [sys.executable, "-c", script]
 
