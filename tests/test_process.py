@@ -119,6 +119,14 @@ time.sleep(1000)
 """
 
 
+def is_reaper(pid: int) -> bool:
+    """Whether a process that may end at any moment is a reaper."""
+    try:
+        return reaper.__file__ in psutil.Process(pid).cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
 class Forking:
     """A command that ignores SIGTERM and has daemons, and daemons of daemons, in sessions of their own."""
 
@@ -136,7 +144,7 @@ class Forking:
 
     @property
     def reapers(self) -> list[int]:
-        return [pid for pid in children_with(self.word) if reaper.__file__ in psutil.Process(pid).cmdline()]
+        return [pid for pid in children_with(self.word) if is_reaper(pid)]
 
 
 def test_reaper_leaves_nothing_of_a_stubborn_tree() -> None:
