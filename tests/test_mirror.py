@@ -39,6 +39,7 @@ def test_a_lost_machine(storage: Storage, workspace: Callable[..., Workspace], m
     run.await_journal(30, command)
     eventually(lambda: sum(".jsonl/" in name for name in mirrored(run)) >= 4, "the journals are mirrored")
     run.kill_everything()
+    answers = {entry["id"] for entry in run.journal() if entry["kind"] == "answer"}
     shutil.rmtree(run.results)
     shutil.rmtree(run.folder / ".snakemake")
 
@@ -48,13 +49,21 @@ def test_a_lost_machine(storage: Storage, workspace: Callable[..., Workspace], m
     ids = [record["id"] for record in prompts(48)]
     check_complete(run, ids)
     check_sent_once(run)
+    kept = {entry["id"] for entry in run.journal() if entry["kind"] == "answer"}
+    assert kept == answers | set(ids)
     sent = sum(run.json("stats", path.name)["requests_sent"] for path in run.results.glob("stats/*.json"))
     assert sent < 48, "nothing was brought back"
     check_nothing_left(run)
 
-    # The end of the run waits for its mirror: everything is there.
+    # The end of the run waits for its mirror: everything is there, and a third machine has nothing to make.
     whole = {path.relative_to(run.results).as_posix() for path in run.results.glob("dataset/*.*")}
     assert whole <= set(mirrored(run)) and "run.json" in mirrored(run)
+    before = run.path("dataset", "completions.jsonl.zst").read_bytes()
+    shutil.rmtree(run.results)
+    result = run.finish()
+    assert result.did_nothing, result.output
+    assert run.path("dataset", "completions.jsonl.zst").read_bytes() == before
+    check_complete(run, ids)
 
 
 def test_a_storage_that_is_away(storage: Storage, workspace: Callable[..., Workspace]) -> None:

@@ -54,13 +54,6 @@ class _FileHandler(logging.FileHandler):
             super().handleError(record)
 
 
-class _LogFile(logging.FileHandler):
-    """A full disk loses lines of the log, nothing else; by default each would be a traceback on the console."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        pass
-
-
 class _OneLineFormatter(logging.Formatter):
     """Console lines carry no traceback: that is what the log file is for."""
 

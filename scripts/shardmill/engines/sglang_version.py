@@ -106,11 +106,6 @@ def unknown_version(version: str) -> str:
     return f"SGLang {version} is unknown here (known: {', '.join(KNOWN_VERSIONS)}){_NEVER_MEASURED}"
 
 
-def at_least(version: str, wanted: str) -> bool:
-    """Whether `version` is `wanted` or newer, by its leading numbers."""
-    return _numbers(version) >= _numbers(wanted)
-
-
 def _numbers(version: str) -> tuple[int, ...]:
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found.group().split("."))) if found else ()
