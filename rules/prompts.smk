@@ -35,6 +35,7 @@ rule prepare_prompts:
         layout.log("prompts", "index.log"),
     benchmark:
         layout.log("benchmarks", "prepare_prompts.tsv")
+    threads: 4
     retries: 0
     localrule: True
     conda:

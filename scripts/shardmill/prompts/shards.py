@@ -90,7 +90,7 @@ def write_shard(path: Path, lines: Iterable[bytes]) -> Written:
                 compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=True)
                 with compressor.stream_writer(tee, closefd=False) as stream:  # type: ignore[arg-type]
                     _write_behind(stream.write, _blocks(lines))
-                if _holds(path, tee):
+                if holds(path, Written(tee.size, tee.sha256, kept)):
                     raise _Unchanged
         except _Unchanged:
             kept = True
@@ -122,9 +122,10 @@ def _blocks(lines: Iterable[bytes]) -> Iterator[bytes]:
     yield b"".join(pending)
 
 
-def _holds(path: Path, tee: _Tee) -> bool:
+def holds(path: Path, written: Written) -> bool:
+    """Whether the file at `path` has those bytes already."""
     try:
-        return path.stat().st_size == tee.size and sha256_file(path) == tee.sha256
+        return path.stat().st_size == written.bytes and sha256_file(path) == written.sha256
     except OSError:
         return False
 

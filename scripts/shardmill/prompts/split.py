@@ -1,15 +1,18 @@
 """Cutting the input into prompt shards, with every record accounted for.
 
 Memory: one chunk of the input, one block of a shard, at most 32 bytes per prompt (`SeenIds`), 48 per
-rejected duplicate (`Candidates`), and one index entry per shard. So 10 million prompts need about 330 MB.
+rejected duplicate (`Candidates`), and one index entry per shard. So 10 million prompts need about 330 MB. Where
+shards are written side by side (`writers`), two shards of at most 8 MiB per process wait beside that.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from itertools import chain, count, islice
+from pathlib import Path
 from typing import IO, Any
 
 import orjson
@@ -22,9 +25,10 @@ from ..logs import get_logger
 from .hub import prompts_file
 from .records import PromptRecord, Unusable, read_record
 from .seen import Candidates, SeenIds, key_of
-from .shards import damaged_shards, make_durable, read_shard, sweep, write_shard, writing
+from .shards import Written, damaged_shards, make_durable, read_shard, sweep, write_shard, writing
 from .source import WHERE, Source, check_unchanged, iter_batches, open_source
 from .survey import ShardDigests, digest_of_all, no_records, shard_name
+from .writers import SHARD_BYTES, WORTH_BYTES, Pending, Record, Submit, shard_writers, writers_wanted
 
 __all__ = ["damaged_shards", "prompt_settings", "read_shard", "split"]
 
@@ -61,6 +65,18 @@ def split(config: Config) -> dict[str, Any]:
             contested |= error.keys
 
 
+def _small_part(records: Iterator[Record], most: int) -> list[Record]:
+    """The next records: `most` of them, unless the input ends or they grow beyond `SHARD_BYTES`."""
+    part: list[Record] = []
+    size = 0
+    for record in records:
+        part.append(record)
+        size += len(record[0])
+        if len(part) == most or size > SHARD_BYTES:
+            break
+    return part
+
+
 class _Contested(Exception):
     """Different ids share a key (about once in 30 million runs of a million prompts): split again, minding those."""
 
@@ -85,6 +101,9 @@ class _Split:
         self.ids = IdsDigest()
         self.shard_ids = IdsDigest()
         self.kept = 0
+        self.contested = contested
+        self.bytes_read = 0
+        self.is_read = False
 
     def run(self) -> dict[str, Any]:
         rejects_path = self.layout.prompt_rejects
@@ -100,41 +119,83 @@ class _Split:
         return self._finish(shards)
 
     def _write_shards(self, rejects: IO[bytes]) -> list[dict[str, Any]]:
-        shards: list[dict[str, Any]] = []
-        records = self._records()
-        for number in count():
-            part = islice(records, self.config.shards.size)
-            if (first := next(part, None)) is None:
-                break
-            name = shard_name(number)
-            self.shard_ids = IdsDigest()
-            rejected_before = self.reasons.total()
-            written = write_shard(self.layout.prompt_shard(name), self._usable(chain((first,), part), rejects))
-            self.kept += written.kept
-            self.ids.merge(self.shard_ids)
-            unusable = self.reasons.total() - rejected_before
-            shards.append(
-                {
-                    "name": name,
-                    "first_line": first[1],
-                    "records": self.shard_ids.count + unusable,
-                    "prompts": self.shard_ids.count,
-                    "unusable": unusable,
-                    "ids_digest": self.shard_ids.hexdigest(),
-                    "bytes": written.bytes,
-                    "sha256": written.sha256,
-                }
-            )
+        shards = list(self._shards(rejects))
         for entry, digest in zip(shards, self.digests.finish(), strict=True):
             entry["digest"] = digest
         return shards
 
-    def _records(self) -> Iterator[tuple[bytes, int]]:
+    def _shards(self, rejects: IO[bytes]) -> Iterator[dict[str, Any]]:
+        """Write every shard; yields their index entries in order.
+
+        Small shards of a large input go to processes of their own, at most two waiting per process.
+        """
+        pending: deque[Pending] = deque()
+        size, most = self.config.shards.size, writers_wanted()
+        records = self._records()
+        with ExitStack() as stack:
+            submit: Submit | None = None
+            for number in count():
+                head = _small_part(records, size)
+                if not head:
+                    break
+                path = self.layout.prompt_shard(shard_name(number))
+                if submit is None and most and not self.contested and self.bytes_read >= WORTH_BYTES:
+                    submit = stack.enter_context(shard_writers(self.settings, most))
+                is_whole = len(head) == size or self.is_read
+                if submit and is_whole:
+                    pending.append(submit(path, head))
+                    if len(pending) >= 2 * most:
+                        yield self._accept(pending.popleft(), rejects)
+                    continue
+                while pending:
+                    yield self._accept(pending.popleft(), rejects)
+                yield self._write(path, chain(head, islice(records, size - len(head))), head[0][1], rejects)
+            while pending:
+                yield self._accept(pending.popleft(), rejects)
+
+    def _write(self, path: Path, records: Iterable[Record], first_line: int, rejects: IO[bytes]) -> dict[str, Any]:
+        """Write one shard; returns its index entry."""
+        self.shard_ids = IdsDigest()
+        rejected_before = self.reasons.total()
+        written = write_shard(path, self._usable(records, rejects))
+        return self._entry(path, first_line, written, self.reasons.total() - rejected_before)
+
+    def _accept(self, pending: Pending, rejects: IO[bytes]) -> dict[str, Any]:
+        """Take a shard that another process wrote; one with an id that was seen before is written again here."""
+        part, first_line = pending.result(), pending.records[0][1]
+        for at, line in enumerate(part.lines):
+            if self.seen.first_line("", part.digests[32 * at : 32 * at + 32], line) is not None:
+                pending.discard()
+                return self._write(pending.path, pending.records, first_line, rejects)
+        for raw, record in part.unusable:
+            self._reject(rejects, raw, record)
+        with writing(pending.path):
+            pending.accept(part)
+        self.shard_ids = part.ids
+        return self._entry(pending.path, first_line, part.written, len(part.unusable))
+
+    def _entry(self, path: Path, first_line: int, written: Written, unusable: int) -> dict[str, Any]:
+        self.kept += written.kept
+        self.ids.merge(self.shard_ids)
+        return {
+            "name": path.name.partition(".")[0],
+            "first_line": first_line,
+            "records": self.shard_ids.count + unusable,
+            "prompts": self.shard_ids.count,
+            "unusable": unusable,
+            "ids_digest": self.shard_ids.hexdigest(),
+            "bytes": written.bytes,
+            "sha256": written.sha256,
+        }
+
+    def _records(self) -> Iterator[Record]:
         for batch in iter_batches(self.source):
             self.digests.update(batch)
+            self.bytes_read += len(batch.text)
             yield from zip(batch.lines, batch.numbers, strict=True)
+        self.is_read = True
 
-    def _usable(self, records: Iterator[tuple[bytes, int]], rejects: IO[bytes]) -> Iterator[bytes]:
+    def _usable(self, records: Iterable[Record], rejects: IO[bytes]) -> Iterator[bytes]:
         """JSON lines of the usable records; the others go to `rejects`."""
         settings, seen, add_digest = self.settings, self.seen, self.shard_ids.add_digest
         for raw, line in records:
@@ -144,7 +205,7 @@ class _Split:
                 continue
             digest = id_digest(record.id)
             first = seen.first_line(record.id, digest, line)
-            if first is None:
+            if first is None or first == line:  # a shard that is written again meets its own ids
                 add_digest(digest)
                 yield record.encoded
             else:
