@@ -35,11 +35,11 @@ rule prepare_prompts:
         layout.log("prompts", "index.log"),
     benchmark:
         layout.log("benchmarks", "prepare_prompts.tsv")
-    threads: 4
     retries: 0
     localrule: True
     conda:
         "../envs/pipeline.yaml"
+    threads: 4
     params:
         key=lambda wildcards: plan.prompts_key,
     message:
